@@ -43,14 +43,14 @@ from worker.transport.base import AbortedError, ConnectError, EngineError, Trans
 
 
 def step_result(
-    step: int, started_s: float, exchange: StepState, updated: UpdateResult, slots: list[MeasuredSlot]
+    step: int, started_s: float, state: StepState, updated: UpdateResult, slots: list[MeasuredSlot]
 ) -> StepResult:
     """The step that began at `started_s` of time.monotonic() and ends now."""
     return StepResult(
         step=step,
-        losses=exchange.losses_in_order(),
-        metrics=exchange.metrics_by_name(),
-        outputs=exchange.outputs_in_order(),
+        losses=state.losses_in_order(),
+        metrics=state.metrics_by_name(),
+        outputs=state.outputs_in_order(),
         slots=slots,
         grad_norm=updated.grad_norm,
         skipped=updated.skipped,
@@ -164,7 +164,7 @@ class Engine:
         self._program, planned_s, releases = self._with_planned_times(bucketed, program)
         self._limits_s = slot_limits(self._program, planned_s, self._options.limits)
         self._buffers = ReceiveBuffers(self._program, self._routes, self._transfer_dtype, self._device)
-        self._exchange = StepState()
+        self._state = StepState()
         settings = self._compute_settings(loss)
         self.stages = {
             index: (
@@ -176,9 +176,7 @@ class Engine:
             for index, module in stages.modules.items()
         }
         self.runners = {
-            index: StageRunner(
-                wiring, module, self._exchange, settings, recompute=index in program.recomputed
-            )
+            index: StageRunner(wiring, module, self._state, settings, recompute=index in program.recomputed)
             for index, (module, wiring) in self.stages.items()
         }
         self._reshardings = Reshardings(
@@ -194,7 +192,7 @@ class Engine:
             routes=self._routes,
             microbatches=self._microbatches,
             buffers=self._buffers,
-            exchange=self._exchange,
+            state=self._state,
             runners=self.runners,
             update=self._update,
             transport=self._transport,
@@ -267,7 +265,7 @@ class Engine:
         return step_result(
             step,
             started,
-            self._exchange,
+            self._state,
             self._updated,
             measured_slots(self._mesh, self._routes, self._program, self._lanes.measured()),
         )
@@ -379,7 +377,7 @@ class Engine:
 
     def _begin(self, step, inputs, targets) -> None:
         """Forget the last step."""
-        self._exchange.begin(step, inputs, targets)
+        self._state.begin(step, inputs, targets)
         for runner in self.runners.values():
             runner.reset()
         self._update.begin()
@@ -413,7 +411,7 @@ class Engine:
     def _poll(self) -> None:
         """Raise when a slot is over its limit or somebody else failed; tell the others how far we are."""
         statuses = self._lanes.statuses()
-        self._watch.publish(self._exchange.step, statuses)
+        self._watch.publish(self._state.step, statuses)
         self._raise_if_aborted()
         self._watch.check(statuses)
 

@@ -42,16 +42,16 @@ class StageRunner:
         self,
         wiring: StageWiring,
         module: nn.Module,
-        exchange: StepState,
+        state: StepState,
         settings: ComputeSettings,
         *,
         recompute: bool = False,
     ):
         self._stage = wiring.stage
-        self._tensors = StageTensors(wiring, exchange, settings)
+        self._tensors = StageTensors(wiring, state, settings)
         self._wiring = wiring
         self._module = module
-        self._exchange = exchange
+        self._state = state
         self._settings = settings
         self._saved: dict[int, SavedForward] = {}
         self._weights: dict[int, tuple[WeightBackward, RecomputeInputs | None]] = {}
@@ -155,13 +155,13 @@ class StageRunner:
     ) -> ForwardResult:
         """Run the module, and the loss where the model's output is. What will be run `again` for its backward
         keeps nothing, and leaves the loss, which may count its calls, to that run."""
-        exchange, settings = self._exchange, self._settings
+        state, settings = self._state, self._settings
         loss = None
-        if exchange.targets is not None and not again:
+        if state.targets is not None and not again:
             loss = functools.partial(self._loss, microbatch=microbatch)
-            if settings.weights is not None and exchange.weights is None and self._has_loss:
+            if settings.weights is not None and state.weights is None and self._has_loss:
                 # workers may sum here: not while this one has the generators, for which others may wait
-                exchange.weights = settings.weights(exchange.targets)
+                state.weights = settings.weights(state.targets)
         with self._random_state(microbatch):
             run = run_forward(
                 self._module,
@@ -174,7 +174,7 @@ class StageRunner:
                 loss=loss,
             )
         if run.loss is not None:
-            exchange.losses[microbatch] = run.loss.detach()
+            state.losses[microbatch] = run.loss.detach()
         return run
 
     @property
@@ -208,15 +208,15 @@ class StageRunner:
         return outputs
 
     def _loss(self, output: torch.Tensor | tuple[torch.Tensor, ...], microbatch: int) -> torch.Tensor:
-        exchange = self._exchange
-        value = self._settings.loss(output, exchange.targets[microbatch])
+        state = self._state
+        value = self._settings.loss(output, state.targets[microbatch])
         loss, metrics = value if isinstance(value, tuple) else (value, {})
         found = {name: _metric_tensor(metric, loss.device) for name, metric in metrics.items()}
-        if exchange.weights is None:
-            exchange.metrics[microbatch] = found
+        if state.weights is None:
+            state.metrics[microbatch] = found
             return loss
-        weight = exchange.weights[microbatch]  # 0: a mean of nothing is no number
-        exchange.metrics[microbatch] = {
+        weight = state.weights[microbatch]  # 0: a mean of nothing is no number
+        state.metrics[microbatch] = {
             name: torch.where(weight > 0, metric * weight, 0.0) for name, metric in found.items()
         }
         weight = weight.to(loss.dtype)
@@ -225,17 +225,17 @@ class StageRunner:
     def _random_state(self, microbatch: int) -> contextlib.AbstractContextManager:
         if self._random is None:
             # No operation of the stage draws, but a user's loss may.
-            with_loss = self._has_loss and self._exchange.targets is not None
+            with_loss = self._has_loss and self._state.targets is not None
             return RNG_LOCK if with_loss else contextlib.nullcontext()
-        return self._random.forward(self._exchange.step, microbatch, self._stage)
+        return self._random.forward(self._state.step, microbatch, self._stage)
 
     @contextlib.contextmanager
     def _reported(self, action: str, microbatch: int):
-        leave_breadcrumb(f"{self._stage}{action}{microbatch} of step {self._exchange.step}")
+        leave_breadcrumb(f"{self._stage}{action}{microbatch} of step {self._state.step}")
         try:
             yield
             if (observer := self._tensors.observer) is not None:
-                observer.ended(action, self._stage, microbatch)
+                observer.on_action_end(action, self._stage, microbatch)
             leave_breadcrumb("")
         except PeerLostError as error:  # in a sum inside the stage: no fault of the user's code
             raise PeerLostError(f"{self._stage}{action}{microbatch}: {error}", error.peer) from error

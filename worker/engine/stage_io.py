@@ -108,16 +108,16 @@ class StepState:
 class StageObserver(Protocol):
     """Who is told what the stages of a mesh take, give and have done; on CPU each tensor is as it is at that moment."""
 
-    def made(self, stage: int, tensor: str, microbatch: int, value: torch.Tensor) -> None:
+    def on_output(self, stage: int, tensor: str, microbatch: int, value: torch.Tensor) -> None:
         """A stage's forward made an output."""
 
-    def gave(self, route: Route, backward: bool, microbatch: int, tensor: torch.Tensor) -> None:
+    def on_send(self, route: Route, backward: bool, microbatch: int, tensor: torch.Tensor) -> None:
         """A stage left `tensor` to be sent."""
 
-    def took(self, route: Route, backward: bool, microbatch: int, tensor: torch.Tensor) -> None:
+    def on_receive(self, route: Route, backward: bool, microbatch: int, tensor: torch.Tensor) -> None:
         """A stage uses `tensor`, which was received."""
 
-    def ended(self, action: str, stage: int, microbatch: int) -> None:
+    def on_action_end(self, action: str, stage: int, microbatch: int) -> None:
         """A stage's action is over."""
 
 
@@ -138,52 +138,52 @@ class SavedForward:
 class StageTensors:
     """The inputs, outputs and gradients of the stage of `wiring`."""
 
-    def __init__(self, wiring: StageWiring, exchange: StepState, settings: ComputeSettings):
+    def __init__(self, wiring: StageWiring, state: StepState, settings: ComputeSettings):
         self._stage = wiring.stage
         self._wiring = wiring
-        self._exchange = exchange
+        self._state = state
         self._settings = settings
         self.observer: StageObserver | None = None
 
     def fetch(self, source: InputSource, microbatch: int) -> torch.Tensor:
         """What the stage takes from `source`, as it was made."""
-        exchange = self._exchange
+        state = self._state
         if isinstance(source, ModelInput):
-            return exchange.inputs[microbatch][source.position]
+            return state.inputs[microbatch][source.position]
         if isinstance(source, LocalInput):
-            return exchange.local[source.source, source.tensor, microbatch]
-        received = exchange.received[source.route.index, microbatch]
+            return state.local[source.source, source.tensor, microbatch]
+        received = state.received[source.route.index, microbatch]
         if self.observer is not None:
-            self.observer.took(source.route, False, microbatch, received)
+            self.observer.on_receive(source.route, False, microbatch, received)
         return received.to(source.route.dtype)
 
     def hand_on(
         self, wiring: OutputWiring, output: torch.Tensor, microbatch: int, saved: SavedForward
     ) -> None:
         """Leave an output for its consumers here, for its transfers, and in `saved` for the backward."""
-        exchange, settings = self._exchange, self._settings
+        state, settings = self._state, self._settings
         if self.observer is not None:
-            self.observer.made(self._stage, wiring.tensor, microbatch, output)
-        if wiring.is_model_output and exchange.targets is None:
+            self.observer.on_output(self._stage, wiring.tensor, microbatch, output)
+        if wiring.is_model_output and state.targets is None:
             made = output.detach()
             several = len(self._wiring.model_outputs) > 1
-            exchange.outputs[microbatch] = (*exchange.outputs.get(microbatch, ()), made) if several else made
+            state.outputs[microbatch] = (*state.outputs.get(microbatch, ()), made) if several else made
         if wiring.local_consumers:
-            exchange.local[self._stage, wiring.tensor, microbatch] = output
+            state.local[self._stage, wiring.tensor, microbatch] = output
         for route in wiring.routes:
             wire = output.detach()
             if wire.dtype != route.dtype and settings.autocast_dtype is None:
                 raise ValueError(f"output {wiring.tensor!r} has dtype {wire.dtype}, traced as {route.dtype}")
             wire = wire.to(settings.transfer_dtype(route)).contiguous().resolve_conj().resolve_neg()
-            exchange.to_send[route.index, microbatch] = wire
+            state.to_send[route.index, microbatch] = wire
             if self.observer is not None:
-                self.observer.gave(route, False, microbatch, wire)
+                self.observer.on_send(route, False, microbatch, wire)
         if (wiring.local_consumers or wiring.routes) and saved.recompute_inputs is None:
             saved.outputs[wiring.tensor] = output
 
     def roots(self, saved: SavedForward, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The tensors that backward starts from and their gradients, summed over users in a fixed order."""
-        exchange = self._exchange
+        state = self._state
         roots, gradients = [], []
         if saved.loss is not None and saved.loss.requires_grad:
             roots.append(saved.loss)
@@ -192,7 +192,7 @@ class StageTensors:
             if wiring.tensor not in saved.outputs:
                 continue
             parts = [
-                exchange.local_gradients.pop((self._stage, wiring.tensor, user, microbatch), None)
+                state.local_gradients.pop((self._stage, wiring.tensor, user, microbatch), None)
                 for user in wiring.local_consumers
             ]
             parts += [
@@ -203,7 +203,7 @@ class StageTensors:
             if gradient is not None and output.requires_grad:
                 roots.append(output)
                 gradients.append(gradient)
-            exchange.local.pop((self._stage, wiring.tensor, microbatch), None)
+            state.local.pop((self._stage, wiring.tensor, microbatch), None)
         return roots, gradients
 
     def _loss_gradient(self, loss: torch.Tensor) -> torch.Tensor:
@@ -213,25 +213,25 @@ class StageTensors:
         return scaler.gradient(loss) / microbatches
 
     def _received_gradient(self, route: Route, microbatch: int) -> torch.Tensor:
-        received = self._exchange.received_gradients.pop((route.index, microbatch))
+        received = self._state.received_gradients.pop((route.index, microbatch))
         if self.observer is not None:
-            self.observer.took(route, True, microbatch, received)
+            self.observer.on_receive(route, True, microbatch, received)
         return received
 
     def pass_back(self, saved: SavedForward, found: Sequence[torch.Tensor | None], microbatch: int) -> None:
         """Leave the gradients of the inputs for the stages that made them."""
-        exchange = self._exchange
+        state = self._state
         for source, gradient in zip(saved.sources, found, strict=True):
             if gradient is not None and self._settings.is_pooled(gradient):
                 gradient = gradient.clone()
             if isinstance(source, LocalInput):
-                exchange.local_gradients[source.source, source.tensor, self._stage, microbatch] = gradient
+                state.local_gradients[source.source, source.tensor, self._stage, microbatch] = gradient
                 continue
             route = source.route
-            parts = exchange.gradient_parts.setdefault((route.index, microbatch), {})
+            parts = state.gradient_parts.setdefault((route.index, microbatch), {})
             parts[self._stage] = gradient
             if len(parts) == len(route.consumers):
-                del exchange.gradient_parts[route.index, microbatch]
+                del state.gradient_parts[route.index, microbatch]
                 self._send_back(route, parts, microbatch)
 
     def _send_back(self, route: Route, parts: dict[int, torch.Tensor | None], microbatch: int) -> None:
@@ -240,9 +240,9 @@ class StageTensors:
         if total is None:
             total = torch.zeros(route.shape, dtype=dtype, device=self._settings.device)
         total = total.contiguous().resolve_conj().resolve_neg()
-        self._exchange.gradients_to_send[route.index, microbatch] = total
+        self._state.gradients_to_send[route.index, microbatch] = total
         if self.observer is not None:
-            self.observer.gave(route, True, microbatch, total)
+            self.observer.on_send(route, True, microbatch, total)
 
 
 def _sum_gradients(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | None:

@@ -17,7 +17,7 @@ SIZE = 3 * 6 * 8  # bytes of every tensor of engine_support's graphs
 
 
 def live(engine):
-    return len(engine._exchange.to_send) + len(engine._exchange.gradients_to_send)
+    return len(engine._state.to_send) + len(engine._state.gradients_to_send)
 
 
 class Counting(CudaPipeline):

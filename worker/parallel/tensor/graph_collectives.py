@@ -29,13 +29,13 @@ class GroupCommunicator(Protocol):
 class TensorGroup:
     """The workers that share the matrices of a stage, as one of them sees it.
 
-    `between` is given once the transport is there; all workers call it in the same order, which is that of the stage's
+    `communicator` is given once the transport is there; all workers call it in the same order, which is that of the stage's
     graph and of its program.
     """
 
-    def __init__(self, worker: int, workers: int, between: GroupCommunicator | None = None):
+    def __init__(self, worker: int, workers: int, communicator: GroupCommunicator | None = None):
         self.worker, self.workers = worker, workers
-        self.between = between
+        self.communicator = communicator
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over the workers, in a tensor of its own."""
@@ -57,9 +57,9 @@ class TensorGroup:
         return split.joined(parts)
 
     def _connected(self) -> GroupCommunicator:
-        if self.between is None:
+        if self.communicator is None:
             raise RuntimeError("the tensor-parallel group is not connected: a stage ran before connect()")
-        return self.between
+        return self.communicator
 
 
 class CopyToGroup(nn.Module):
