@@ -30,7 +30,8 @@ from worker.transport.base import Transport
 
 
 class ReceiveBuffers:
-    """The tensors that receives write into: `of[i]` is the number of the one of instruction i, None without."""
+    """The tensors that receives write into: `buffer_of[i]` is the index in `tensors` for instruction i, None where it
+    receives nothing."""
 
     def __init__(
         self,
@@ -40,20 +41,23 @@ class ReceiveBuffers:
         device: torch.device,
     ):
         plan = plan_buffers(program, routes)
-        self.of: list[int | None] = list(plan.buffer)
+        self.buffer_of: list[int | None] = list(plan.buffer)
         self.tensors = [
             torch.empty(route.shape, dtype=dtype_of(route), device=device) for route in plan.route
         ]
         self._memory = {tensor.untyped_storage().data_ptr() for tensor in self.tensors}
 
     def contains(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies in one of them."""
+        """Whether the memory of `tensor` is a receive buffer."""
         return tensor.untyped_storage().data_ptr() in self._memory
 
 
 class Actions:
-    """The actions of one mesh; `runners` by stage, parameters of `gradient_buckets` and sends of `releases` by
-    instruction."""
+    """The actions of one mesh.
+
+    `runners` are by stage; `gradient_buckets` has the names of the parameters that a REDUCE instruction sums, and
+    `releases` the sends whose tensors a compute instruction drops, both by the index of the instruction.
+    """
 
     def __init__(
         self,
@@ -83,7 +87,7 @@ class Actions:
         self._transport = transport
 
     def of(self, index: int) -> Action:
-        """What instruction `index` does."""
+        """The action of instruction `index`."""
         instruction = self._program[index]
         if instruction.op in SEND_OPS:
             return self._send(instruction)
@@ -131,7 +135,7 @@ class Actions:
 
         def action() -> Finish | None:
             # The tensor is dropped when the send has ended, not before: where a stream carries it, by an action
-            # that waits for its end (sent.py), or with the step.
+            # that waits for its end (lowering.py), or with the step.
             waiting = state.gradients_to_send if backward else state.to_send
             if resharded:
                 ended = self._reshardings.start((key[0], backward), key[1], tag, waiting[key])
@@ -142,7 +146,7 @@ class Actions:
         return action
 
     def _receive(self, index: int, instruction: Instruction) -> Action:
-        number = self._buffers.of[index]
+        number = self._buffers.buffer_of[index]
         if number is None:
             return _no_transfer
         key = (instruction.edge, instruction.microbatch)

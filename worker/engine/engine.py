@@ -287,12 +287,12 @@ class Engine:
             self._warm_up(step, inputs, targets)
 
     def observe(self, observer: StageObserver | None) -> None:
-        """Tell `observer`, from now on, what the stages do."""
+        """Report to `observer` from now on what the stages do; None ends it."""
         for runner in self.runners.values():
             runner.observe(observer)
 
     def muted(self) -> contextlib.AbstractContextManager[None]:
-        """In the body nothing is sent, received or summed."""
+        """A context in whose body nothing is sent, received or summed."""
         return self._collectives.muted()
 
     def state(self) -> dict[str, Any]:
@@ -302,7 +302,7 @@ class Engine:
             return self._update.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take this mesh's part of `state`, which may hold all meshes'."""
+        """Load this mesh's part of `state`, which may hold all meshes'."""
         with contextlib.nullcontext() if self._lanes is None else self._lanes.computing():
             self._update.load_state(state)
 
@@ -340,7 +340,7 @@ class Engine:
         lifetimes = bound_send_lifetimes(
             bucketed.program, starts_s, planned_s, self._routes, self._sent_bytes
         )
-        return lifetimes.program, planned_s, lifetimes.of
+        return lifetimes.program, planned_s, lifetimes.released_before
 
     def _compute_settings(self, loss: Callable[[torch.Tensor, torch.Tensor], LossValue]) -> ComputeSettings:
         return ComputeSettings(
@@ -376,7 +376,7 @@ class Engine:
         return CpuLanes(self._program, actions)
 
     def _begin(self, step, inputs, targets) -> None:
-        """Forget the last step."""
+        """Forget the last step and take the batch of this one."""
         self._state.begin(step, inputs, targets)
         for runner in self.runners.values():
             runner.reset()
@@ -409,7 +409,7 @@ class Engine:
     # While a step runs, and when it ends early
 
     def _poll(self) -> None:
-        """Raise when a slot is over its limit or somebody else failed; tell the others how far we are."""
+        """Publish the progress of this worker; raise when a slot is over its limit or another worker failed."""
         statuses = self._lanes.statuses()
         self._watch.publish(self._state.step, statuses)
         self._raise_if_aborted()
@@ -431,7 +431,7 @@ class Engine:
             raise cause from error
 
     def _end(self, error: BaseException) -> BaseException:
-        """Tell the others, stop everything, and find the error that names the cause."""
+        """Announce the failure, stop lanes and transport, and return the error that names the cause."""
         if self._abort_reason is not None:
             cause: BaseException = AbortedError("", self._abort_reason)
         else:

@@ -19,7 +19,7 @@ from worker.engine.routes import Route
 
 
 def check_stages(mesh: str, program: Program, stages: Collection[int]) -> None:
-    """ValueError for stages that the program runs and nobody gave."""
+    """ValueError for stages that the program runs and that this mesh does not have."""
     needed = {i.stage for i in program if i.op in COMPUTE_OPS}
     if missing := sorted(needed - set(stages)):
         raise ValueError(f"the program of mesh {mesh} runs stages {missing}, which were not given")
@@ -44,11 +44,11 @@ _TIME_TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class SendLifetimes:
-    """`program` with the waits; `of[i]` are the sends whose tensors instruction i may drop first, `peak_bytes`
-    the most that sent tensors hold, what an action makes included."""
+    """`program` with the waits for sends; `released_before[i]` has the sends whose tensors instruction i drops before it
+    runs; `peak_bytes` is the most that sent tensors hold, with those that an action just made."""
 
     program: Program
-    of: Mapping[int, tuple[int, ...]]
+    released_before: Mapping[int, tuple[int, ...]]
     peak_bytes: int
 
 
@@ -98,7 +98,7 @@ def bound_send_lifetimes(
 def _sends_by_producer(
     program: Program, routes: Mapping[int, Route], sends: Mapping[int, int]
 ) -> dict[int, list[int]]:
-    """The sends of what each compute action makes last."""
+    """The sends whose tensor is complete with each compute action, by the index of that action."""
     made: dict[tuple[str, int, int], int] = {}
     for index, one in enumerate(program):
         if one.op in ("F", "B", "I"):

@@ -1,6 +1,6 @@
 """Runs the compute actions of one stage with autograd: F, B, I and W of a microbatch.
 
-What they take from the step state and leave there is in stage_io.py. The user's code raises here: its errors
+The tensors that they take from the step state and leave there are in stage_io.py. The user's code raises here: its errors
 become StageError with action, stage and microbatch. Token weights are summed over workers before the RNG lock
 is taken, as others may wait for it. Must not know lanes, events or transports.
 """
@@ -66,7 +66,7 @@ class StageRunner:
             self._random = random if operations != 0 or (keeps and self._has_loss) else None
 
     def observe(self, observer: StageObserver | None) -> None:
-        """Tell `observer`, from now on, what this stage does."""
+        """Report to `observer` from now on what this stage does."""
         self._tensors.observer = observer
 
     def reset(self) -> None:
@@ -84,8 +84,8 @@ class StageRunner:
     def dry_run(
         self, values: Sequence[torch.Tensor], *, training: bool, target: Any = None
     ) -> list[torch.Tensor]:
-        """One forward of the module on `values`, with the loss where a `target` is given, as if it had not been; what a
-        backward would start from."""
+        """Run one forward of the module on `values`, with the loss where a `target` is given, and undo its effects; returns
+        the tensors that a backward would start from."""
         given, settings = iter(values), self._settings
         arguments = gather_arguments(self._wiring.inputs, lambda _: next(given), training=training)
         places = self._wiring.model_outputs if target is not None else ()
@@ -182,7 +182,7 @@ class StageRunner:
         return bool(self._wiring.model_outputs)
 
     def _run_again(self, saved: SavedForward, microbatch: int) -> None:
-        """Of a recomputed stage: the forward once more, with gradients now."""
+        """Run the forward of a recomputed stage once more, with gradients now."""
         if saved.recompute_inputs is None:
             return
         run = self._run(saved.recompute_inputs.take_arguments(), microbatch, training=True)
@@ -195,7 +195,7 @@ class StageRunner:
         return contextlib.nullcontext() if kept is None else self._buffers.restored_to(kept)
 
     def _accept(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The outputs as they may be handed on. ValueError for another shape than the traced one."""
+        """Check the outputs and copy those in receive buffers. ValueError for another shape than the traced one."""
         outputs = []
         for wiring, result in zip(self._wiring.outputs, results, strict=True):
             if wiring.shape is not None and tuple(result.shape) != wiring.shape:
@@ -250,7 +250,7 @@ class StageRunner:
 
 
 def _metric_tensor(metric: torch.Tensor | float, device: torch.device) -> torch.Tensor:
-    """On `device`, where no number of the host's makes it wait."""
+    """`metric` as float64 on `device`, without a copy that the device waits for."""
     if isinstance(metric, torch.Tensor):
         return metric.detach().to(device, torch.float64)
     return torch.full((), float(metric), dtype=torch.float64, device=device)

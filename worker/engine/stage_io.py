@@ -24,8 +24,12 @@ LossValue = torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor | float
 
 @dataclass(frozen=True)
 class ComputeSettings:
-    """How the stages of a mesh compute. `transfer_dtype`: dtype of a route's tensor on the wire; `weights`: by a step's
-    targets, what each microbatch's loss counts (1 on average), None where all count alike; `keeps_random`: RunOptions'."""
+    """How the stages of a mesh compute.
+
+    `transfer_dtype` gives the dtype of a route's tensor on the wire, `is_pooled` whether a tensor lies in a receive buffer.
+    `weights` gives the weight of each microbatch's loss (1 on average) from a step's targets; None: all weigh 1.
+    `keeps_random` is that of RunOptions.
+    """
 
     device: torch.device
     training: bool
@@ -43,7 +47,7 @@ class ComputeSettings:
 
 @dataclass
 class StepState:
-    """What the actions of one mesh hand to each other within a step.
+    """The tensors of the step in flight, which the actions of one mesh hand to each other.
 
     Keys end with the microbatch. Every entry is made by one action and taken by one that the program
     orders after it, so no lock is needed. Tensors of `received*` lie in pooled buffers.
@@ -70,7 +74,7 @@ class StepState:
         inputs: Sequence[tuple[torch.Tensor, ...]],
         targets: Sequence[torch.Tensor] | None,
     ) -> None:
-        """Forget the last step."""
+        """Forget the last step and take the batch of this one."""
         self.step, self.inputs, self.targets, self.weights = step, inputs, targets, None
         for left in (
             self.received,
@@ -87,15 +91,15 @@ class StepState:
             left.clear()
 
     def losses_in_order(self) -> list[float]:
-        """One a microbatch; on CUDA the host waits, once for all."""
+        """The losses by microbatch; on CUDA the host waits, once for all."""
         return torch.stack([self.losses[m] for m in sorted(self.losses)]).tolist() if self.losses else []
 
     def outputs_in_order(self) -> list[torch.Tensor]:
-        """One a microbatch."""
+        """The model outputs by microbatch."""
         return [self.outputs[m] for m in sorted(self.outputs)]
 
     def metrics_by_name(self) -> dict[str, list[float]]:
-        """The metrics of the losses, one number a microbatch; on CUDA the host waits, once for all."""
+        """The metrics of the losses by name, each a number per microbatch; on CUDA the host waits, once for all."""
         if not any(self.metrics.values()):
             return {}
         names = list(next(iter(self.metrics.values())))
@@ -106,7 +110,7 @@ class StepState:
 
 
 class StageObserver(Protocol):
-    """Who is told what the stages of a mesh take, give and have done; on CPU each tensor is as it is at that moment."""
+    """Watches what the stages of a mesh receive, make, send and do; on CPU each tensor has its value of that moment."""
 
     def on_output(self, stage: int, tensor: str, microbatch: int, value: torch.Tensor) -> None:
         """A stage's forward made an output."""
@@ -123,9 +127,9 @@ class StageObserver(Protocol):
 
 @dataclass
 class SavedForward:
-    """What a forward leaves for the backward of its microbatch. `sources` name where each leaf came from.
+    """The tensors that a forward leaves for the backward of its microbatch; leaf k came from `sources[k]`.
 
-    Of a recomputed stage `outputs` and `loss` are missing until the forward has run again, from `kept`.
+    Of a recomputed stage `outputs` and `loss` are missing until the forward has run again, from `recompute_inputs`.
     """
 
     leaves: list[torch.Tensor]
@@ -146,7 +150,7 @@ class StageTensors:
         self.observer: StageObserver | None = None
 
     def fetch(self, source: InputSource, microbatch: int) -> torch.Tensor:
-        """What the stage takes from `source`, as it was made."""
+        """The stage's argument from `source`, in the dtype in which it was made."""
         state = self._state
         if isinstance(source, ModelInput):
             return state.inputs[microbatch][source.position]
@@ -160,7 +164,7 @@ class StageTensors:
     def hand_on(
         self, wiring: OutputWiring, output: torch.Tensor, microbatch: int, saved: SavedForward
     ) -> None:
-        """Leave an output for its consumers here, for its transfers, and in `saved` for the backward."""
+        """Leave an output for its consumers on this mesh, for its transfers, and in `saved` for the backward."""
         state, settings = self._state, self._settings
         if self.observer is not None:
             self.observer.on_output(self._stage, wiring.tensor, microbatch, output)

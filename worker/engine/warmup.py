@@ -25,14 +25,14 @@ from worker.model.rng import RNG_LOCK
 
 @dataclass(frozen=True)
 class _TensorCopy:
-    """A tensor and what it held; kept in the host's memory, as the device may have no room for it twice."""
+    """A tensor and a copy of its values in host memory, as the device may have no room for them twice."""
 
     tensor: torch.Tensor
-    held: torch.Tensor
+    values: torch.Tensor
 
 
 class StateSnapshot:
-    """Parameters, buffers, the optimizer's state and all random states as they are now."""
+    """A copy of parameters, buffers, optimizer state and all RNG states, to be restored later."""
 
     def __init__(self, modules: Iterable[nn.Module], optimizer: torch.optim.Optimizer | None):
         self._optimizer = optimizer
@@ -55,7 +55,7 @@ class StateSnapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Make everything what it was, to the bit."""
+        """Restore all of it, to the bit."""
         for kept in self._tensors:
             _restore(kept)
         if self._optimizer is not None:
@@ -92,7 +92,7 @@ def _snapshot(value: Any) -> Any:
 
 def _restore(kept: Any) -> Any:
     if isinstance(kept, _TensorCopy):
-        kept.tensor.detach().copy_(kept.held)
+        kept.tensor.detach().copy_(kept.values)
         return kept.tensor
     if isinstance(kept, Mapping):
         return {key: _restore(entry) for key, entry in kept.items()}
@@ -104,7 +104,7 @@ def _restore(kept: Any) -> Any:
 def batch_on_device(
     inputs: Sequence[tuple[Tensor, ...]], targets: Sequence[Tensor] | None, device: torch.device
 ) -> tuple[Sequence[tuple[Tensor, ...]], Sequence[Tensor] | None]:
-    """A batch on the device, where it may be already; on CPU it always is."""
+    """`inputs` and `targets` on `device`; as they are where they lie there already."""
     if device.type == "cpu" or all(t.is_cuda for t in (*itertools.chain(*inputs), *(targets or ()))):
         return inputs, targets
     inputs = [tuple(t.to(device, non_blocking=True) for t in arguments) for arguments in inputs]

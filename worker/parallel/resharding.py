@@ -29,7 +29,7 @@ _POLL_S = 0.05
 
 
 class PeerTransport(Protocol):
-    """What a resharding asks of a transport: one in which each worker, by the plan's name of it, is a peer."""
+    """A transport in which each worker, by its name in the plan, is a peer."""
 
     def send(self, peer: str, tag: int, tensor: torch.Tensor) -> Callable[[], None] | None: ...
 
@@ -40,7 +40,7 @@ class PeerTransport(Protocol):
 
 @dataclass(frozen=True)
 class MessageTiming:
-    """When a message that this worker received was begun and had come, by this worker's monotonic clock."""
+    """Start and end of the receipt of a message, by this worker's monotonic clock."""
 
     number: int
     start_s: float
@@ -48,9 +48,9 @@ class MessageTiming:
 
 
 class Resharder:
-    """One worker's end of one plan; runs it as often as asked, one at a time.
+    """One worker's end of one plan; runs it any number of times, one at a time.
 
-    `limit_s`: so long no message of this worker may end before the resharding fails, naming what it waits for.
+    The resharding fails, and names what it waits for, where no message of this worker ends for `limit_s` seconds.
     """
 
     def __init__(self, plan: ReshardingPlan, worker: str, transport: PeerTransport, *, limit_s: float = 60.0):
@@ -77,7 +77,7 @@ class Resharder:
         return self.begin(tensor, first_tag).finish
 
     def begin(self, tensor: torch.Tensor, first_tag: int = 0) -> ReshardingRun:
-        """As `start`, but what is returned also tells whom it waits for."""
+        """As `start`, but returns the run, which can say for whom it waits."""
         check_tensor(self._worker, self._plan, tensor)
         if tensor.device.type != "cpu":
             raise ValueError(
@@ -95,7 +95,7 @@ class Resharder:
 
 
 class ReshardingRun:
-    """A resharding that runs, this worker's part of it."""
+    """This worker's part of a running resharding."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class ReshardingRun:
         self._transport.abort()
 
     def _lane(self, messages: list[Message], start: Callable[[Message], Callable[[], None]]) -> None:
-        """Its messages in order, the next ones begun while one is on its way."""
+        """Carry out the messages of a lane in order; the next ones begin while one is on its way."""
         begun: list[tuple[Message, Callable[[], None]]] = []
         try:
             for one in messages:
@@ -236,11 +236,11 @@ class TileBuffers:
             return self._bytes[one.tile][one.begin * size : one.end * size]
 
     def sent(self, one: Message) -> None:
-        """The message has left: its bytes may go when nothing else is to be sent of the tile."""
+        """Count a message that has left: the bytes of its tile are freed after the last one."""
         self._used(one)
 
     def received(self, one: Message) -> None:
-        """The message has come; with the last of a tile that lies elsewhere in the tensor, the tile goes there."""
+        """Count a message that has come; the last one of a tile that was received apart writes the tile into the tensor."""
         with self._lock:
             self._missing[one.tile] -= 1
             whole = not self._missing[one.tile]
@@ -280,7 +280,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_tensor(worker: str, plan: ReshardingPlan, tensor: torch.Tensor) -> None:
-    """ValueError unless `tensor` is what `worker` has of the whole by `plan`."""
+    """ValueError unless `tensor` has the shape and element size of the box that `worker` has by `plan`."""
     shape = tuple(end - begin for begin, end in plan.box(worker))
     if tuple(tensor.shape) != shape:
         raise ValueError(
@@ -294,7 +294,7 @@ def check_tensor(worker: str, plan: ReshardingPlan, tensor: torch.Tensor) -> Non
 
 
 class ExchangeTransport(Protocol):
-    """What this asks of a transport: messages of one round, by the plan's names of the workers."""
+    """A transport that moves the messages of one round, by the names of the workers in the plan."""
 
     def exchange(
         self,
@@ -305,7 +305,7 @@ class ExchangeTransport(Protocol):
 
 
 class StreamResharder:
-    """One worker's end of one plan, whose messages travel in `group`; enqueues it as often as asked."""
+    """One worker's end of one plan, whose messages travel in `group`; enqueues it any number of times."""
 
     def __init__(self, plan: ReshardingPlan, worker: str, group: str):
         self._plan, self._worker, self._group = plan, worker, group

@@ -21,7 +21,7 @@ from worker.model.rng import release_rng_lock
 from worker.parallel.collectives import Collectives
 from worker.parallel.process_groups import batch_norm_group
 
-_TRAINING_ARGUMENT = 5  # the argument that says so
+_TRAINING_ARGUMENT = 5  # `training` among the arguments of aten.batch_norm
 
 
 def is_batch_norm(node: fx.Node) -> bool:
@@ -32,8 +32,8 @@ def is_batch_norm(node: fx.Node) -> bool:
 def batch_norm_collectives(
     operations: Iterable[fx.Node], values: Mapping[fx.Node, Any]
 ) -> tuple[tuple[str, int, int], ...]:
-    """What the batch norms of a layer sum where they normalise over all workers of a mesh (engine/sync_norm.py): of a
-    time's name (LayerCost) how many, and bytes in all. `values` are those of the graph's nodes."""
+    """The sums of a layer's batch norms where they normalise over the dp ranks of a mesh: (name of a time in LayerCost,
+    number of sums, bytes in all). `values` are the fake values of the graph's nodes."""
     norms = [values[node.args[0]] for node in operations if is_batch_norm(node)]
     if not norms:
         return ()
@@ -47,7 +47,7 @@ def batch_norm_collectives(
 
 
 def batch_norm_notes(traced: TracedModel, job: Job) -> list[str]:
-    """What to tell where data-parallel workers normalise each by its own rows."""
+    """Notes for the user where each data-parallel worker normalises by its own rows."""
     workers = job.max_dp_size
     if workers == 1 or job.training.sync_batch_norm:
         return []
@@ -63,7 +63,7 @@ def batch_norm_notes(traced: TracedModel, job: Job) -> list[str]:
 
 
 AllReduce = Callable[[Tensor], None]
-"""Sums a tensor over the workers of the mesh, in place."""
+"""Sums a tensor over the dp ranks of the mesh, in place."""
 
 
 def synchronize_batch_norms(
@@ -95,7 +95,7 @@ def _replace_batch_norms(part: fx.GraphModule, add: AllReduce, workers: int) -> 
 
 
 class SyncBatchNorm(nn.Module):
-    """Takes what aten.batch_norm takes. All workers have equally many rows."""
+    """aten.batch_norm over the rows of all dp ranks, with its arguments. All workers have equally many rows."""
 
     def __init__(self, add: AllReduce, workers: int):
         super().__init__()

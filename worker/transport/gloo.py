@@ -198,7 +198,7 @@ def set_loop_threads_to_batch() -> None:
 
 
 def _start_transfer(peer: str, what: str, start: Callable[[], dist.Work]) -> Callable[[], None]:
-    """Start a transfer; what blocks until it has ended."""
+    """Start a transfer; returns a call that blocks until it has ended."""
     with _peer_lost_on_error(peer, what):
         work = start()
 

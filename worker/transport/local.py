@@ -26,7 +26,7 @@ class _Mailbox:
 
 
 class _Hub:
-    """What the engines of one process share."""
+    """The state that the transports of one process share."""
 
     def __init__(self, topology: Topology):
         self.topology = topology
@@ -151,7 +151,7 @@ class LocalTransport:
         return finish
 
     def _gather_all(self, group: str, what: str, tensor: torch.Tensor) -> torch.Tensor:
-        """What every worker of the group brought, in their order."""
+        """The tensors of every worker of the group, stacked in their order."""
         barrier, parts = self._hub.barriers[group], self._hub.parts[group]
         parts[self._rank] = tensor.detach().clone()
         try:

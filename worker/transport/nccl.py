@@ -310,7 +310,7 @@ class NcclTransport(RendezvousTransport):
         return lambda peer: self._ranks[group].index(self.topology.rank_of(peer, self.worker))
 
     def _communicators(self) -> list[tuple[str, Any]]:
-        """All of them with whom they lead to."""
+        """All communicators, with the peer or group of each."""
         return [*self._sends.items(), *self._receives.items(), *self._groups.items()]
 
     @contextlib.contextmanager
@@ -327,7 +327,7 @@ class NcclTransport(RendezvousTransport):
                 self._state.notify_all()
 
     def _end(self, how: str, limit_s: float) -> None:
-        """Call `how` of all communicators, once and on a thread that nobody has to wait for."""
+        """Call the method `how` of all communicators, once, on a thread of its own that may hang."""
         with self._state:
             if self._ender is None:
                 self._ender = threading.Thread(
@@ -393,14 +393,14 @@ def _communicator_of(communicators: Mapping[str, Any], name: str, what: str) -> 
 
 
 def _nccl_type(group: str, tensor: torch.Tensor) -> int:
-    """NCCL's type of what it sums."""
+    """The ncclDataType_t of a tensor that NCCL sums; TypeError where it has none."""
     if tensor.dtype not in _SUMMED_TYPES:
         raise TypeError(f"NCCL cannot sum tensors of {tensor.dtype} over {group}: train in a float type")
     return _SUMMED_TYPES[tensor.dtype]
 
 
 def _check_unique_id(identity: Any) -> bytes:
-    """What makes a communicator one, as cupy 14 gives it."""
+    """NCCL's unique identity of a communicator as bytes, which cupy returns from version 14 on."""
     if not isinstance(identity, bytes):
         raise TypeError(
             f"cupy gives NCCL's identity as {type(identity).__name__}, not bytes: install cupy 14 or later"
@@ -410,7 +410,7 @@ def _check_unique_id(identity: Any) -> bytes:
 
 @contextlib.contextmanager
 def _peer_lost_on_error(what: str, peer: str) -> Iterator[None]:
-    """Whatever cupy raises becomes a PeerLostError that says what failed and on the way to whom."""
+    """Raise every error of cupy as a PeerLostError that names the failed call and the peer."""
     try:
         yield
     except KeyError as error:  # cupy looks NCCL's status up in a table that ends before 6, or before 7

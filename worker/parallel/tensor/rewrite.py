@@ -103,14 +103,14 @@ class Rewriter:
     # What rules use
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """The shape of the whole tensor of `node`."""
         return tuple(self.values[node].shape)
 
     def split_of(self, node: Any) -> Split | tuple[Split | None, ...] | None:
         return self._of[node].split if isinstance(node, fx.Node) else None
 
     def local(self, node: fx.Node) -> fx.Node:
-        """The new node of a value as it is."""
+        """The new node of a value in its present layout."""
         return self._of[node].node
 
     def whole(self, node: fx.Node) -> fx.Node:
@@ -138,7 +138,7 @@ class Rewriter:
         return self._copied_nodes[node]
 
     def scattered(self, node: fx.Node, split: Split) -> fx.Node:
-        """The new node of a value split so."""
+        """The new node of a value split by `split`."""
         have = self.split_of(node)
         if have is not None and have.same_layout(split):
             return self._of[node].node
@@ -149,8 +149,8 @@ class Rewriter:
         return self._scattered_nodes[key]
 
     def unaliased(self, node: fx.Node, of: fx.Node) -> fx.Node:
-        """The new node of `of`, of which `node` has the elements; of a copy where the whole ones lie apart and either is
-        changed in place: a part may lie in memory so that it would be a view."""
+        """The new node of `of`, whose elements `node` has; a copy where their whole tensors have memory of their own and
+        one is changed in place, as the shards might be views of one another."""
         memories = {_storage_id(self.values[node]), _storage_id(self.values[of])}
         if len(memories) == 1 or memories.isdisjoint(self._changes):
             return self.local(of)
@@ -166,7 +166,7 @@ class Rewriter:
         return self.call(ReduceFromGroup(self.group), node)
 
     def emit(self, node: fx.Node, target: Any, arguments: tuple, keywords: Mapping | None = None) -> fx.Node:
-        """A new node in the place of `node`, of any function, with its name and what is known of it."""
+        """A new node in the place of `node`, of any function, with its name and metadata."""
         made = self._graph.create_node(
             "call_function", target, arguments, dict(keywords or {}), name=node.name
         )
@@ -174,13 +174,13 @@ class Rewriter:
         return made
 
     def add(self, target: Any, *arguments: Any) -> fx.Node:
-        """A new node that no node of the old graph stands for."""
+        """A new node without a counterpart in the old graph."""
         return self._graph.call_function(target, arguments)
 
     def copy(
         self, node: fx.Node, given: Mapping[fx.Node, fx.Node], split: Any, **changed: Any
     ) -> ShardedValue:
-        """The same operation on the new nodes `given`, with the arguments of these names `changed`."""
+        """The same operation on the new nodes `given`, with the named arguments in `changed` replaced."""
         bound = bound_arguments(node)
         names = list(bound)
         mapped = {
@@ -195,7 +195,7 @@ class Rewriter:
         return ShardedValue(self.emit(node, node.target, positional, keywords), split)
 
     def on_whole(self, node: fx.Node) -> ShardedValue:
-        """Any operation, on whole tensors. LayoutError for one that would change a gathered copy."""
+        """Run any operation on whole tensors. LayoutError for one that would change a gathered copy in place."""
         if is_inplace(node) and self.split_of(node.args[0]) is not None:
             raise LayoutError(
                 f"{node.name} changes a split tensor in place: write the operation that makes a new one"
@@ -212,7 +212,7 @@ class Rewriter:
         return value.is_floating_point() or value.is_complex()
 
     def _remember_copy(self, node: fx.Node) -> None:
-        """Whether what was a view of a tensor is one of a gathered copy."""
+        """Remember whether the view `node` of a tensor has become a view of a gathered copy."""
         memory = _storage_id(self.values[node])
         for one in node.all_input_nodes:
             gathered = self.split_of(one) is not None and self.split_of(node) is None
@@ -224,7 +224,7 @@ class Rewriter:
                 self._gathered_views.add(node)
 
     def _check_views(self, node: fx.Node) -> None:
-        """LayoutError where views of one tensor, of which `node` changes one in place, are here of several."""
+        """LayoutError where `node` changes a view of one tensor in place, and its views have become views of several."""
         changed = node.args[0]
         memory, now = _storage_id(self.values.get(changed)), self._place[node]
         for other in self._of:
@@ -238,7 +238,7 @@ class Rewriter:
                 )
 
     def _forget_copies(self) -> None:
-        """What was gathered or picked before something changed is no copy any more."""
+        """Forget gathered and scattered copies: an operation in place has made them stale."""
         for copies in (self._wholes, self._copied_nodes, self._scattered_nodes):
             copies.clear()
 
@@ -257,7 +257,7 @@ class Rewriter:
 
 
 def _storage_id(value: Any) -> int | None:
-    """What tensors that share their memory have alike."""
+    """An identifier of a tensor's memory, equal for all views of it."""
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
