@@ -48,7 +48,7 @@ class ReceiveBuffers:
         self._memory = {tensor.untyped_storage().data_ptr() for tensor in self.tensors}
 
     def contains(self, tensor: torch.Tensor) -> bool:
-        """Whether the memory of `tensor` is a receive buffer."""
+        """True where the memory of `tensor` is a receive buffer."""
         return tensor.untyped_storage().data_ptr() in self._memory
 
 

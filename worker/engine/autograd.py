@@ -46,7 +46,7 @@ class _BorderGroup:
 
 @dataclass
 class WeightBackward:
-    """What I leaves for W; `run` uses it up."""
+    """The gradients at which I stopped, and the graph behind them, for W; `run` uses them up."""
 
     _gradients: dict[Node, list[torch.Tensor | None]] = field(default_factory=dict)
     _groups: list[_BorderGroup] = field(default_factory=list)

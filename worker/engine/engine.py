@@ -364,7 +364,7 @@ class Engine:
         return transfer_dtype(route.dtype, route.differentiable, self._options.transfers)
 
     def _enqueues(self) -> bool:
-        """Whether lanes are streams, on which the host enqueues a step before any of it has run."""
+        """True where lanes are streams, on which the host enqueues a step before any of it has run."""
         return self._device.type == "cuda"
 
     def _sent_bytes(self, route: Route) -> int:

@@ -96,7 +96,7 @@ class StreamPriorities:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a mesh computes.
+    """Options of the run of a mesh.
 
     `precision`: "fp32" (the modules' own dtypes), "bf16" or "fp16" (autocast, fp32 parameters; fp16 with
     `loss_scaling`); `transfers`: see `transfer_dtype`; `seed` None leaves torch's RNG state alone; `non_finite`: a NaN or

@@ -76,7 +76,7 @@ class StageRunner:
 
     @property
     def with_gradients(self) -> tuple[bool, ...]:
-        """Whether forwards run with gradients; a recomputed stage's run without, and then with them."""
+        """Flags of the forwards of a microbatch: with gradients or not. A recomputed stage has (False, True)."""
         if not self._settings.training:
             return (False,)
         return (False, True) if self._recompute else (True,)

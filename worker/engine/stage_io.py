@@ -24,7 +24,7 @@ LossValue = torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor | float
 
 @dataclass(frozen=True)
 class ComputeSettings:
-    """How the stages of a mesh compute.
+    """Settings of the stages of a mesh.
 
     `transfer_dtype` gives the dtype of a route's tensor on the wire, `is_pooled` whether a tensor lies in a receive buffer.
     `weights` gives the weight of each microbatch's loss (1 on average) from a step's targets; None: all weigh 1.

@@ -152,12 +152,12 @@ class Watchdog:
         return PeerLostError(text, error.peer)
 
     def _is_published(self, status: LaneStatus) -> bool:
-        """Whether peers ask for it: what this worker computes, and the sums and reshardings that it has entered."""
+        """True for a lane that peers ask about: the compute lane, and sums and reshardings that this worker has entered."""
         instruction = self._program[status.current]
         return status.lane == COMPUTE_LANE or instruction.op == "REDUCE" or self._resharded(instruction)
 
     def _resharded(self, instruction: Instruction) -> bool:
-        """Whether it is a transfer that several workers of a mesh carry out together."""
+        """True for a transfer that several workers of a mesh carry out together."""
         key = (instruction.edge, instruction.op.endswith("B"))
         return instruction.peer is not None and self._reshardings is not None and key in self._reshardings
 
@@ -235,7 +235,7 @@ class Watchdog:
         return tuple(silent or (name for name in names if not here.search(said[name].text)))
 
     def _peer_is_alive(self, index: int) -> bool:
-        """Whether a worker that it waits for has published its progress of late."""
+        """True where a worker that the instruction waits for has published its progress of late."""
         found = [self._progress(peer) for peer in self._peers(index)]
         return any(progress is not None and progress.age_s < _PEER_ALIVE_S for progress in found)
 

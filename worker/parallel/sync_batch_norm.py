@@ -25,7 +25,7 @@ _TRAINING_ARGUMENT = 5  # `training` among the arguments of aten.batch_norm
 
 
 def is_batch_norm(node: fx.Node) -> bool:
-    """Whether a node of a graph normalises by the statistics of the batch that it is given."""
+    """True for a node of a graph that normalises by the statistics of its batch."""
     return node.target is torch.ops.aten.batch_norm.default and bool(node.args[_TRAINING_ARGUMENT])
 
 

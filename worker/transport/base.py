@@ -84,8 +84,8 @@ class Topology:
 
     @property
     def uniform(self) -> bool:
-        """Whether all meshes have equally many workers and one tensor-parallel size: then worker w of one mesh has the same
-        shards as worker w of another. The plan says whether they exchange tensors in pairs."""
+        """True where all meshes have equally many workers and one tensor-parallel size: then worker w of one mesh has the
+        same shards as worker w of another. The plan says whether they exchange tensors in pairs."""
         return len({*self.sizes}) <= 1 and self.tensors is None
 
     def tensor(self, mesh: str, else_of_all: int = 1) -> int:
@@ -104,7 +104,7 @@ class Topology:
         return sum(self.sizes[: self.meshes.index(mesh)]) + worker
 
     def is_worker(self, peer: str) -> bool:
-        """Whether `peer` is one worker, as "m1/0", and not a mesh."""
+        """True where `peer` is one worker, as "m1/0", and not a mesh."""
         return peer.rpartition("/")[0] in self.meshes
 
     def rank_of(self, peer: str, worker: int) -> int:
@@ -206,7 +206,7 @@ class Transport(Protocol):
         sends: Sequence[tuple[str, torch.Tensor]],
         receives: Sequence[tuple[str, torch.Tensor]],
     ) -> None:
-        """On CUDA only: enqueue all of these at once, to and from workers with lanes in the group; from one worker to
+        """On CUDA only: enqueue all messages at once, to and from workers with lanes in the group; from one worker to
         another they come in their order. All are over before what follows on the stream begins."""
 
     def publish(self, text: str) -> None:

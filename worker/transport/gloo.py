@@ -122,7 +122,7 @@ class GlooTransport(RendezvousTransport):
     def start_reduce_scatter(
         self, group: str, out: torch.Tensor, tensor: torch.Tensor
     ) -> Callable[[], None] | None:
-        """Everybody sends everybody its part, and sums in the order of the workers: gloo's own sums everything
+        """Every worker sends every other its part, and sums in the order of the workers: gloo's own sums everything
         everywhere first, which moves twice the bytes (torch 2.13)."""
         check_dense(f"the reduce-scatter over {group}", tensor, out)
         parts = torch.empty_like(tensor)

@@ -94,7 +94,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class NcclSettings:
-    """How wide NCCL's kernels may be: they take multiprocessors from compute while they wait.
+    """Limits on the width of NCCL's kernels: they take multiprocessors from compute while they wait.
 
     None leaves NCCL's own choice. Must be applied before the first communicator of the process. Besides, NCCL connects
     all that a communicator may use when it is made: in the middle of a step that would wait for the device, where a
@@ -267,7 +267,7 @@ class NcclTransport(RendezvousTransport):
         sends: Sequence[tuple[str, torch.Tensor]],
         receives: Sequence[tuple[str, torch.Tensor]],
     ) -> None:
-        """In one group of NCCL, so that no message waits for another of them."""
+        """Enqueue the messages in one group of NCCL, so that none waits for another."""
         check_dense(f"the exchange in {group}", *(tensor for _, tensor in (*sends, *receives)))
         communicator = _communicator_of(self._groups, group, "in group")
         rank_of, stream = self._rank_in(group), self._stream_pointer()
@@ -344,7 +344,7 @@ class NcclTransport(RendezvousTransport):
             )
 
     def _end_all(self, how: str) -> None:
-        """In one group: freeing the memory of one communicator waits for the device, where a receive of the
+        """Call `how` in one group: freeing the memory of one communicator waits for the device, where a receive of the
         next may still spin. A group tells all of them to stop first, and then frees."""
         with self._state:
             self._state.wait_for(lambda: self._calls == 0, _CALL_S)

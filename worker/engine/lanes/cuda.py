@@ -62,8 +62,8 @@ class CudaLanes:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """What the calling thread enqueues inside goes to the stream of the compute lane, as what it sums there in a
-        step does: a communicator never meets two streams at a time. At the end it is over."""
+        """A context that enqueues on the stream of the compute lane, as a communicator must not meet two streams at a time;
+        waits for the device at the end."""
         stream = self._streams[COMPUTE_LANE]
         with self._cuda.stream(stream):
             yield
@@ -95,7 +95,7 @@ class CudaLanes:
         return True
 
     def statuses(self) -> list[LaneStatus]:
-        """Where every lane stands, by asking the events; the host itself is a lane while it enqueues."""
+        """The status of every lane, from its events; the host itself is a lane while it enqueues."""
         if not self._running:
             return []
         enqueued = self._enqueued

@@ -363,8 +363,8 @@ class ModelUpdate:
 
 
 def honours_found_inf(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Whether a step with `found_inf` set leaves everything as it is: fused kernels do, but a first step of SGD
-    with momentum makes its buffers there, and skipped they would stay undefined."""
+    """True where a step with `found_inf` set changes nothing: fused kernels do, but a first step of SGD with
+    momentum makes its buffers there, and skipped they would stay undefined."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     return bool(optimizer.state) or not any(group.get("momentum") for group in optimizer.param_groups)

@@ -61,7 +61,7 @@ class Split:
         return replace(self, origins=self.origins | others)
 
     def same_layout(self, other: Split) -> bool:
-        """Whether both split a tensor into the same elements, whatever their origins."""
+        """True where both split a tensor into the same elements, whatever their origins."""
         return (self.dim, self.parts) == (other.dim, other.parts)
 
     def check(self, workers: int, what: str) -> None:

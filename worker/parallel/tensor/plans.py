@@ -165,7 +165,7 @@ def _split_dimension(node: fx.Node, style: str, rank: int) -> int | None:
 
 
 def _is_linear_matrix(node: fx.Node) -> bool:
-    """Whether a parameter is the matrix of a linear layer."""
+    """True for a parameter that is the matrix of a linear layer."""
     return any(
         op_name(user) in _MATRICES
         or (op_name(user) in (*_TRANSPOSES, *_PASS_THROUGH) and _is_linear_matrix(user))

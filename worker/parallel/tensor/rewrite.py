@@ -39,9 +39,10 @@ class ShardedValue:
 
 @dataclass
 class GatherCost:
-    """How many elements were gathered because no rule kept them split, and the parameters from which the split came.
+    """The elements that are gathered because no rule keeps them split, and the parameters from which the split came.
 
-    `refused` are the splits that the number of workers does not divide, `lost` how many views no split could follow.
+    `refused` are the splits that the number of ranks does not divide; `untracked_views` counts views that no split can
+    follow.
     """
 
     elements: int = 0
@@ -284,7 +285,7 @@ def op_name(node: fx.Node) -> str:
 
 
 def is_inplace(node: fx.Node) -> bool:
-    """Whether an operator changes its first argument."""
+    """True for an operator that changes its first argument."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(
         argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments

@@ -46,7 +46,7 @@ class TensorParallelShards:
         return ShardSpec(name, split.dim, split.parts, self._group.worker, self._group.workers)
 
     def counts(self, name: str) -> bool:
-        """Whether this rank counts `name` in a sum over the group: every rank its shards, the first one whole parameters."""
+        """True where this rank counts `name` in a sum over the group: its shards, and whole parameters on the first rank."""
         return name in self._splits or self._group.worker == 0
 
     def counted(self, names: Sequence[str]) -> list[str]:

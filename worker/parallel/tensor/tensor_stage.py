@@ -56,7 +56,7 @@ def tensor_stage(stage: StageModule, plan: Mapping[str, str] | None, group: Tens
 def _can_split(
     stage: StageModule, plan: Mapping[str, str] | None, workers: int, values: Mapping[fx.Node, Any]
 ) -> bool:
-    """Whether `workers` ranks can split the stage: what divides the heads of one layer need not divide another's."""
+    """True where `workers` ranks can split the stage: what divides the heads of one layer need not divide another's."""
     try:
         _split_stage(stage, plan, TensorGroup(0, workers), values)
     except LayoutError:
