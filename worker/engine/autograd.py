@@ -30,10 +30,10 @@ def backward(
     """Accumulate parameter gradients into `.grad` and return the gradients of `inputs` (leaves)."""
     if roots:
         torch.autograd.backward(roots, gradients)
-    found = [leaf.grad for leaf in inputs]
+    gradients_of_inputs = [leaf.grad for leaf in inputs]
     for leaf in inputs:
         leaf.grad = None
-    return found
+    return gradients_of_inputs
 
 
 @dataclass

@@ -384,7 +384,7 @@ class Engine:
         self._collectives.log.begin()
 
     def _warm_up(self, step, inputs, targets) -> None:
-        kept = StateSnapshot([module for module, _ in self.stages.values()], self._update.optimizer)
+        snapshot = StateSnapshot([module for module, _ in self.stages.values()], self._update.optimizer)
         inputs, targets = batch_on_device(inputs, targets, self._device)
         self._begin(step, inputs, targets)
         with self.muted():
@@ -400,7 +400,7 @@ class Engine:
                         f"{_WARM_UP_LIMIT_S:.0f} s; does the model compile something?"
                     )
         self._collectives.log.record_dry_run()
-        kept.restore()
+        snapshot.restore()
         self._begin(step, (), None)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

@@ -185,14 +185,14 @@ class UpdatedBuffers:
         return {name: buffer.detach().clone() for name, buffer in self._buffers.items()}
 
     @contextlib.contextmanager
-    def restored_to(self, kept: RecomputeInputs) -> Iterator[None]:
-        """A context that sees the buffers of `kept`; at its end their values go to `kept`, and the present ones return."""
+    def restored_to(self, inputs: RecomputeInputs) -> Iterator[None]:
+        """A context with the buffers of `inputs`; at its end their values go to `inputs`, and the present ones return."""
         now = self.copy()
-        self._put(kept.buffers)
+        self._put(inputs.buffers)
         try:
             yield
         finally:
-            kept.buffers = self.copy()
+            inputs.buffers = self.copy()
             self._put(now)
 
     def _put(self, values: BufferValues) -> None:

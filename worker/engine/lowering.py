@@ -66,7 +66,11 @@ def bound_send_lifetimes(
     sends = {i: size_of(routes[s.edge]) for i, s in enumerate(program) if s.op in SEND_OPS}
     ends_s = {i: starts_s[i] + planned_s[i] for i in sends if starts_s[i] is not None}
     made_by = _sends_by_producer(program, routes, sends)
-    actions = [i for i, one in enumerate(program) if one.op in COMPUTE_OPS and starts_s[i] is not None]
+    actions = [
+        i
+        for i, instruction in enumerate(program)
+        if instruction.op in COMPUTE_OPS and starts_s[i] is not None
+    ]
 
     def over(send: int, action: int) -> bool:
         limit_s = starts_s[action] + _TIME_TOLERANCE * abs(starts_s[action])
@@ -100,18 +104,20 @@ def _sends_by_producer(
 ) -> dict[int, list[int]]:
     """The sends whose tensor is complete with each compute action, by the index of that action."""
     made: dict[tuple[str, int, int], int] = {}
-    for index, one in enumerate(program):
-        if one.op in ("F", "B", "I"):
-            made["F" if one.op == "F" else "B", one.stage, one.microbatch] = index
-    found: dict[int, list[int]] = {}
+    for index, instruction in enumerate(program):
+        if instruction.op in ("F", "B", "I"):
+            made["F" if instruction.op == "F" else "B", instruction.stage, instruction.microbatch] = index
+    sends_of: dict[int, list[int]] = {}
     for send in sends:
-        one = program[send]
-        route = routes[one.edge]
-        forward = one.op == "SEND_F"
+        instruction = program[send]
+        route = routes[instruction.edge]
+        forward = instruction.op == "SEND_F"
         stages = (route.source,) if forward else route.consumers
         kind = "F" if forward else "B"
-        found.setdefault(max(made[kind, stage, one.microbatch] for stage in stages), []).append(send)
-    return found
+        sends_of.setdefault(max(made[kind, stage, instruction.microbatch] for stage in stages), []).append(
+            send
+        )
+    return sends_of
 
 
 def _with_send_waits(program: Program, of: Mapping[int, tuple[int, ...]]) -> Program:

@@ -86,8 +86,8 @@ class StageRunner:
     ) -> list[torch.Tensor]:
         """Run one forward of the module on `values`, with the loss where a `target` is given, and undo its effects; returns
         the tensors that a backward would start from."""
-        given, settings = iter(values), self._settings
-        arguments = gather_arguments(self._wiring.inputs, lambda _: next(given), training=training)
+        arguments_left, settings = iter(values), self._settings
+        arguments = gather_arguments(self._wiring.inputs, lambda _: next(arguments_left), training=training)
         places = self._wiring.model_outputs if target is not None else ()
         # random operations start again for themselves
         with RNG_LOCK, seeded(0), self._buffers.restored_to(save_recompute_inputs(arguments, self._buffers)):
@@ -113,11 +113,13 @@ class StageRunner:
                 functools.partial(self._tensors.fetch, microbatch=microbatch),
                 training=settings.training,
             )
-            kept = save_recompute_inputs(arguments, self._buffers) if self._recompute else None
-            run = self._run(arguments, microbatch, training=settings.training, again=kept is not None)
-            if kept is not None:
-                kept.check_unchanged()
-            saved = SavedForward(arguments.leaves, arguments.sources, {}, run.loss, kept)
+            recompute_inputs = save_recompute_inputs(arguments, self._buffers) if self._recompute else None
+            run = self._run(
+                arguments, microbatch, training=settings.training, again=recompute_inputs is not None
+            )
+            if recompute_inputs is not None:
+                recompute_inputs.check_unchanged()
+            saved = SavedForward(arguments.leaves, arguments.sources, {}, run.loss, recompute_inputs)
             for wiring, output in zip(self._wiring.outputs, run.outputs, strict=True):
                 self._tensors.hand_on(wiring, output, microbatch, saved)
             if settings.training:
@@ -139,15 +141,15 @@ class StageRunner:
             with self._restored_to(saved.recompute_inputs):
                 self._run_again(saved, microbatch)
                 roots, gradients = self._tensors.roots(saved, microbatch)
-                found, weights = backward_input(roots, gradients, saved.leaves)
+                input_gradients, weights = backward_input(roots, gradients, saved.leaves)
                 self._weights[microbatch] = weights, saved.recompute_inputs
-                self._tensors.pass_back(saved, found, microbatch)
+                self._tensors.pass_back(saved, input_gradients, microbatch)
 
     def backward_weight(self, microbatch: int) -> None:
         """W: gradients of parameters."""
         with self._reported("W", microbatch):
-            weights, kept = self._weights.pop(microbatch)
-            with self._restored_to(kept):
+            weights, recompute_inputs = self._weights.pop(microbatch)
+            with self._restored_to(recompute_inputs):
                 weights.run()
 
     def _run(
@@ -191,8 +193,12 @@ class StageRunner:
             if wiring.local_consumers or wiring.routes:
                 saved.outputs[wiring.tensor] = output
 
-    def _restored_to(self, kept: RecomputeInputs | None) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext() if kept is None else self._buffers.restored_to(kept)
+    def _restored_to(self, recompute_inputs: RecomputeInputs | None) -> contextlib.AbstractContextManager:
+        return (
+            contextlib.nullcontext()
+            if recompute_inputs is None
+            else self._buffers.restored_to(recompute_inputs)
+        )
 
     def _accept(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Check the outputs and copy those in receive buffers. ValueError for another shape than the traced one."""
@@ -211,13 +217,13 @@ class StageRunner:
         state = self._state
         value = self._settings.loss(output, state.targets[microbatch])
         loss, metrics = value if isinstance(value, tuple) else (value, {})
-        found = {name: _metric_tensor(metric, loss.device) for name, metric in metrics.items()}
+        tensors = {name: _metric_tensor(metric, loss.device) for name, metric in metrics.items()}
         if state.weights is None:
-            state.metrics[microbatch] = found
+            state.metrics[microbatch] = tensors
             return loss
         weight = state.weights[microbatch]  # 0: a mean of nothing is no number
         state.metrics[microbatch] = {
-            name: torch.where(weight > 0, metric * weight, 0.0) for name, metric in found.items()
+            name: torch.where(weight > 0, metric * weight, 0.0) for name, metric in tensors.items()
         }
         weight = weight.to(loss.dtype)
         return torch.where(weight > 0, loss * weight, zero_loss(output))

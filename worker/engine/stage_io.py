@@ -222,10 +222,12 @@ class StageTensors:
             self.observer.on_receive(route, True, microbatch, received)
         return received
 
-    def pass_back(self, saved: SavedForward, found: Sequence[torch.Tensor | None], microbatch: int) -> None:
+    def pass_back(
+        self, saved: SavedForward, gradients: Sequence[torch.Tensor | None], microbatch: int
+    ) -> None:
         """Leave the gradients of the inputs for the stages that made them."""
         state = self._state
-        for source, gradient in zip(saved.sources, found, strict=True):
+        for source, gradient in zip(saved.sources, gradients, strict=True):
             if gradient is not None and self._settings.is_pooled(gradient):
                 gradient = gradient.clone()
             if isinstance(source, LocalInput):

@@ -56,8 +56,8 @@ class StateSnapshot:
     @torch.no_grad()
     def restore(self) -> None:
         """Restore all of it, to the bit."""
-        for kept in self._tensors:
-            _restore(kept)
+        for saved in self._tensors:
+            _restore(saved)
         if self._optimizer is not None:
             self._restore_optimizer(self._optimizer)
         of_python, of_numpy, of_torch, cuda = self._random
@@ -74,10 +74,10 @@ class StateSnapshot:
         vars(optimizer).update(self._numbers)
         optimizer.state.clear()
         optimizer.state.update({key: _restore(entry) for key, entry in self._state.items()})
-        for group, kept in zip(optimizer.param_groups, self._groups, strict=True):
+        for group, saved in zip(optimizer.param_groups, self._groups, strict=True):
             parameters = group["params"]
             group.clear()
-            group.update({"params": parameters, **{key: _restore(value) for key, value in kept.items()}})
+            group.update({"params": parameters, **{key: _restore(value) for key, value in saved.items()}})
 
 
 def _snapshot(value: Any) -> Any:
@@ -90,15 +90,15 @@ def _snapshot(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def _restore(kept: Any) -> Any:
-    if isinstance(kept, _TensorCopy):
-        kept.tensor.detach().copy_(kept.values)
-        return kept.tensor
-    if isinstance(kept, Mapping):
-        return {key: _restore(entry) for key, entry in kept.items()}
-    if isinstance(kept, list | tuple):
-        return type(kept)(_restore(entry) for entry in kept)
-    return kept
+def _restore(saved: Any) -> Any:
+    if isinstance(saved, _TensorCopy):
+        saved.tensor.detach().copy_(saved.values)
+        return saved.tensor
+    if isinstance(saved, Mapping):
+        return {key: _restore(entry) for key, entry in saved.items()}
+    if isinstance(saved, list | tuple):
+        return type(saved)(_restore(entry) for entry in saved)
+    return saved
 
 
 def batch_on_device(

@@ -206,7 +206,7 @@ class Watchdog:
     def _not_arrived_at_action(self, index: int) -> tuple[str, ...]:
         """The workers with which this one sums inside actions that neither run its present action nor have ended it."""
         instruction = self._program[index]
-        over = {str(one) for one in self._program[index:] if one.lane == COMPUTE_LANE}
+        over = {str(later) for later in self._program[index:] if later.lane == COMPUTE_LANE}
 
         def late(name: str) -> bool:
             text = getattr(self._progress(name), "text", "")
@@ -236,8 +236,8 @@ class Watchdog:
 
     def _peer_is_alive(self, index: int) -> bool:
         """True where a worker that the instruction waits for has published its progress of late."""
-        found = [self._progress(peer) for peer in self._peers(index)]
-        return any(progress is not None and progress.age_s < _PEER_ALIVE_S for progress in found)
+        progresses = [self._progress(peer) for peer in self._peers(index)]
+        return any(progress is not None and progress.age_s < _PEER_ALIVE_S for progress in progresses)
 
     def _progress(self, mesh: str) -> Progress | None:
         try:

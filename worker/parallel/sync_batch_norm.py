@@ -83,14 +83,14 @@ def synchronize_batch_norms(
 
 
 def _replace_batch_norms(part: fx.GraphModule, add: AllReduce, workers: int) -> None:
-    found = [node for node in part.graph.nodes if is_batch_norm(node)]
-    for node in found:
+    nodes = [node for node in part.graph.nodes if is_batch_norm(node)]
+    for node in nodes:
         name = f"synchronised_{node.name}"
         part.add_submodule(name, SyncBatchNorm(add, workers))
         with part.graph.inserting_before(node):
             node.replace_all_uses_with(part.graph.call_module(name, node.args))
         part.graph.erase_node(node)
-    if found:
+    if nodes:
         part.recompile()
 
 
@@ -113,17 +113,17 @@ class SyncBatchNorm(nn.Module):
         eps: float,
         cudnn_enabled: bool,
     ) -> Tensor:
-        made, mean, variance = _Normalise.apply(x, self._add, self._workers, eps)
+        normalised, mean, variance = _Normalise.apply(x, self._add, self._workers, eps)
         if running_mean is not None and running_var is not None:
             rows = self._workers * x.numel() // x.shape[1]
             with torch.no_grad():
                 running_mean.lerp_(mean.to(running_mean.dtype), momentum)
                 running_var.lerp_((variance * (rows / (rows - 1))).to(running_var.dtype), momentum)
         if weight is not None:
-            made = made * _by_channel(weight, x)
+            normalised = normalised * _by_channel(weight, x)
         if bias is not None:
-            made = made + _by_channel(bias, x)
-        return made.to(x.dtype)
+            normalised = normalised + _by_channel(bias, x)
+        return normalised.to(x.dtype)
 
 
 class _Normalise(torch.autograd.Function):
@@ -139,25 +139,25 @@ class _Normalise(torch.autograd.Function):
         with release_rng_lock():  # a forward may have the generators, and so may those that it waits for
             add(mean)
         mean /= rows
-        made = values - _by_channel(mean, x)
-        variance = made.square().sum(channels)
+        normalised = values - _by_channel(mean, x)
+        variance = normalised.square().sum(channels)
         with release_rng_lock():
             add(variance)
         variance /= rows
         inverse = (variance + eps).rsqrt()
-        made *= _by_channel(inverse, x)
-        ctx.save_for_backward(made, inverse)
+        normalised *= _by_channel(inverse, x)
+        ctx.save_for_backward(normalised, inverse)
         ctx.add, ctx.rows, ctx.channels, ctx.dtype = add, rows, channels, x.dtype
         ctx.mark_non_differentiable(mean, variance)
-        return made, mean, variance
+        return normalised, mean, variance
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, None, None, None]:
-        made, inverse = ctx.saved_tensors
-        sums = torch.stack([gradient.sum(ctx.channels), (gradient * made).sum(ctx.channels)])
+        normalised, inverse = ctx.saved_tensors
+        sums = torch.stack([gradient.sum(ctx.channels), (gradient * normalised).sum(ctx.channels)])
         ctx.add(sums)
-        of_gradient, of_product = (_by_channel(one, made) for one in sums / ctx.rows)
-        found = (gradient - of_gradient - made * of_product) * _by_channel(inverse, made)
+        of_gradient, of_product = (_by_channel(one, normalised) for one in sums / ctx.rows)
+        found = (gradient - of_gradient - normalised * of_product) * _by_channel(inverse, normalised)
         return found.to(ctx.dtype), None, None, None
 
 

@@ -377,11 +377,11 @@ class NcclTransport(RendezvousTransport):
 
 def _exchange_pairs(lanes: Sequence[Lane]) -> dict[str, list[tuple[str, str]]]:
     """The pairs of workers that exchange messages, by their group."""
-    found: dict[str, list[tuple[str, str]]] = {}
+    pairs_of: dict[str, list[tuple[str, str]]] = {}
     for lane in lanes:
         if len(lane) == 3:
-            found.setdefault(lane[2], []).append((lane[0], lane[1]))
-    return found
+            pairs_of.setdefault(lane[2], []).append((lane[0], lane[1]))
+    return pairs_of
 
 
 def _communicator_of(communicators: Mapping[str, Any], name: str, what: str) -> Any:

@@ -226,17 +226,17 @@ class CpuLanes:
     def statuses(self) -> list[LaneStatus]:
         """The status of every lane that has not ended its step. A transfer that no thread waits for yet is
         watched from now on."""
-        found = []
+        statuses = []
         at = self._at
         if at is not None:
-            found.append(LaneStatus(COMPUTE_LANE, *at, self._last))
+            statuses.append(LaneStatus(COMPUTE_LANE, *at, self._last))
         for lane in self._lanes.values():
             waiting = lane.waiting
             if waiting is not None:
-                found.append(LaneStatus(lane.name, *waiting, None, lane.last))
+                statuses.append(LaneStatus(lane.name, *waiting, None, lane.last))
             elif lane.open:
                 lane.signal()
-        return found
+        return statuses
 
     def computing(self) -> AbstractContextManager[Any]:
         """The calling thread computes as the compute lane does: on CPU there is nothing to set."""

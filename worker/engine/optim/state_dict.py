@@ -57,9 +57,9 @@ def load_groups(
         names = [name for parameter in group["params"] if (name := name_of(parameter)) in group_of]
         for name in names[1:]:
             _check_same_settings(names[0], group_of[names[0]], name, group_of[name])
-        found = group_of[names[0]] if names else _saved_group_with_number(group, saved)
-        group.update(settings_of(found))
-        taken.append(dict(found))
+        saved_group = group_of[names[0]] if names else _saved_group_with_number(group, saved)
+        group.update(settings_of(saved_group))
+        taken.append(dict(saved_group))
     return taken
 
 
@@ -118,13 +118,13 @@ def _equal(one: Any, other: Any) -> bool:
 
 def _schedule_values_of(state: Any, index: int, groups: int, path: str = "") -> dict[str, Any]:
     """The values of one group in a schedule's state, by their path: "_schedulers.0.base_lrs"."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in _children(state):
         if isinstance(value, list) and key in _PER_GROUP_LISTS and len(value) == groups:
-            found[f"{path}{key}"] = value[index]
+            values[f"{path}{key}"] = value[index]
         else:
-            found |= _schedule_values_of(value, index, groups, f"{path}{key}.")
-    return found
+            values |= _schedule_values_of(value, index, groups, f"{path}{key}.")
+    return values
 
 
 def _with_schedule_values(state: Any, values: Sequence[Mapping[str, Any]], path: str = "") -> Any:

@@ -62,14 +62,14 @@ class FlatPartition:
 
 def local_partitions(parameters: Mapping[str, nn.Parameter], parts: FlatPartition) -> dict[str, nn.Parameter]:
     """This worker's partition of each trained parameter, a view: an update of it updates the parameter."""
-    found = {}
+    partitions = {}
     for name, parameter in parameters.items():
         if not parameter.requires_grad:
             continue
         if not parameter.is_contiguous():  # its elements must lie in memory as all workers count them
             parameter.data = parameter.data.contiguous()
-        found[name] = nn.Parameter(parts.of(parameter.detach().view(-1)))
-    return found
+        partitions[name] = nn.Parameter(parts.of(parameter.detach().view(-1)))
+    return partitions
 
 
 def partition_optimizer(
@@ -287,7 +287,7 @@ class Zero1Update(ModelUpdate):
     @torch.no_grad()
     def _gathered_state(self, own: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         leads = self._parts.worker == 0
-        found = {name: dict(entry) for name, entry in own.items()} if leads else {}
+        gathered = {name: dict(entry) for name, entry in own.items()} if leads else {}
         vectors = {
             (name, key): own[name][key]
             for name in own
@@ -298,8 +298,8 @@ class Zero1Update(ModelUpdate):
             wholes = self._gather([vectors[place] for place in places], sizes)
             for (name, key), whole in zip(places, wholes, strict=True):
                 if leads:
-                    found[name][key] = whole.view(self.parameters[name].shape).to("cpu", copy=True)
-        return found
+                    gathered[name][key] = whole.view(self.parameters[name].shape).to("cpu", copy=True)
+        return gathered
 
     def _gather(self, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> Iterator[torch.Tensor]:
         """All-gather vectors of `sizes` elements from the partitions of every dp rank; yields each in turn."""
@@ -317,16 +317,16 @@ def _keys_by_bucket(
     vectors: Mapping[Any, torch.Tensor], wholes: Mapping[Any, torch.Tensor]
 ) -> list[list[Any]]:
     """The keys of `vectors` in their order, in runs of one dtype whose whole tensors fill about a bucket."""
-    found: list[list[Any]] = []
-    held, kind = 0, None
+    buckets: list[list[Any]] = []
+    bucket_bytes, dtype = 0, None
     for key, vector in vectors.items():
         size = wholes[key].numel() * vector.element_size()
-        if not found or vector.dtype != kind or held + size > BUCKET_BYTES:
-            found.append([])
-            held, kind = 0, vector.dtype
-        found[-1].append(key)
-        held += size
-    return found
+        if not buckets or vector.dtype != dtype or bucket_bytes + size > BUCKET_BYTES:
+            buckets.append([])
+            bucket_bytes, dtype = 0, vector.dtype
+        buckets[-1].append(key)
+        bucket_bytes += size
+    return buckets
 
 
 _MATRIX_SHAPE = (6, 4)

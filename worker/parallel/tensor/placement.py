@@ -77,9 +77,9 @@ class Split:
 
     def local_shape(self, shape: Shape, workers: int) -> tuple[int, ...]:
         """The shape of one rank's shard of a tensor of `shape`."""
-        found = list(shape)
-        found[self.dim] //= workers
-        return tuple(found)
+        local = list(shape)
+        local[self.dim] //= workers
+        return tuple(local)
 
     def pick(self, whole: torch.Tensor, worker: int, workers: int) -> torch.Tensor:
         """The shard of `whole` of rank `worker` of `workers`; a view where there is one part."""

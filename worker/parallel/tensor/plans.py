@@ -116,7 +116,7 @@ def split_parameters(
     LayoutError for a user's plan that does not divide a parameter, or splits one whose use is not known. The built-in plan
     leaves such a parameter whole, but for the matrices of linear layers, which have heads and hidden features.
     """
-    found: dict[str, Split] = {}
+    splits: dict[str, Split] = {}
     for node in body.graph.nodes:
         if node.op != "get_attr" or node.target not in names:
             continue
@@ -136,8 +136,8 @@ def split_parameters(
         if shape[dim] % workers and plan is None and not (style != "vocab" and _is_linear_matrix(node)):
             continue
         split.check(workers, f"parameter {name!r} ({style})")
-        found[node.target] = split
-    return found
+        splits[node.target] = split
+    return splits
 
 
 def _split_dimension(node: fx.Node, style: str, rank: int) -> int | None:
@@ -187,19 +187,23 @@ def candidate_parts(body: fx.GraphModule, name: str, split: Split, workers: int)
     """Other parts of a split dimension that may be its true ones: two or three equal ones, or those into which the graph
     splits it."""
     size = split.size
-    found = [(size // count,) * count for count in (3, 2) if size % (count * workers) == 0]
+    candidates = [(size // count,) * count for count in (3, 2) if size % (count * workers) == 0]
     for node in body.graph.nodes:
         sizes = tuple(node.args[1]) if op_name(node) == "split_with_sizes" else _slice_sizes(node, size)
         if sum(sizes) == size and all(part % workers == 0 for part in sizes):
-            found.append(sizes)
-    return [split.along(split.dim, parts) for parts in dict.fromkeys(found)]
+            candidates.append(sizes)
+    return [split.along(split.dim, parts) for parts in dict.fromkeys(candidates)]
 
 
 def _slice_sizes(node: fx.Node, size: int) -> tuple[int, ...]:
     """The sizes of the slices of a value's last dimension, where these are all of it."""
     slices = [bound_arguments(user) for user in node.users if op_name(user) == "slice"]
     ends = {0, size}
-    for one in slices:
-        ends |= {end for end in (one.get("start"), one.get("end")) if isinstance(end, int) and 0 < end < size}
+    for arguments in slices:
+        ends |= {
+            end
+            for end in (arguments.get("start"), arguments.get("end"))
+            if isinstance(end, int) and 0 < end < size
+        }
     places = sorted(ends)
     return tuple(after - before for before, after in itertools.pairwise(places)) if slices else ()

@@ -265,12 +265,12 @@ def _storage_id(value: Any) -> int | None:
 def bound_arguments(node: fx.Node) -> dict[str, Any]:
     """The arguments of an operator by name, with its defaults up to the last one given."""
     schema = node.target._schema.arguments
-    found = dict(zip([argument.name for argument in schema], node.args, strict=False)) | dict(node.kwargs)
-    last = max(index for index, argument in enumerate(schema) if argument.name in found)
+    bound = dict(zip([argument.name for argument in schema], node.args, strict=False)) | dict(node.kwargs)
+    last = max(index for index, argument in enumerate(schema) if argument.name in bound)
     return {
-        argument.name: found.get(argument.name, argument.default_value)
+        argument.name: bound.get(argument.name, argument.default_value)
         for index, argument in enumerate(schema)
-        if argument.name in found or (index < last and not argument.kwarg_only)
+        if argument.name in bound or (index < last and not argument.kwarg_only)
     }
 
 

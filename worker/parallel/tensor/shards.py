@@ -155,7 +155,7 @@ def tensor_parallel_stages(
     tensor, plan = job.tp_size(mesh), job.resources.tensor_plan
     group = TensorGroup(worker % tensor, tensor, communicator)
     splits: dict[str, Split | None] = {}
-    found: dict[int, StageModule] = {}
+    own_stages: dict[int, StageModule] = {}
     for index, stage in stages.items():
         shared = tensor_stage(stage, plan, group)
         for name in stage.original_names.values():
@@ -165,10 +165,10 @@ def tensor_parallel_stages(
                     f"parameter {name!r} has several users: one wants {_describe_split(splits[name])} and another "
                     f"{_describe_split(split)}; give their modules one style in resources.tensor_plan, vocab or replicate"
                 )
-        found[index] = shared.module
+        own_stages[index] = shared.module
     return TensorParallelShards(
         group, {name: split for name, split in splits.items() if split is not None}
-    ), found
+    ), own_stages
 
 
 def _same_split(one: Split | None, other: Split | None) -> bool:
