@@ -93,7 +93,7 @@ class Worker:
         self._tensor_shards: TensorParallelShards | None = None
 
     def address(self) -> WorkerAddress:
-        """Where this worker runs; takes its GPU. RuntimeError when there is none."""
+        """Take a GPU where the job needs one; returns the place of this worker. RuntimeError when there is none."""
         import ray
 
         failures.start_breadcrumbs()
@@ -110,7 +110,7 @@ class Worker:
         )
 
     def gpu_peak_flops(self) -> float | None:
-        """What this worker's GPU could do in the job's precision, in operations a second; None: not known."""
+        """The peak FLOP/s of this worker's GPU in the job's precision; None: not known."""
         return gpu_peak_flops(self._job.training.precision)
 
     def clock(self) -> float:
@@ -118,11 +118,11 @@ class Worker:
         return time.monotonic()
 
     def prepare(self, workers_per_mesh: int) -> dict[int, str]:
-        """Build the data and the loss; of each number of microbatches that may be chosen the key under which its
-        profile is cached."""
+        """Build the data and the loss; returns the cache key of the profile for each number of microbatches that a plan may
+        choose."""
         self._workers_per_mesh = workers_per_mesh
         counts = microbatch_counts(self._job)
-        tensor = self._job.tp_size(self._mesh)  # so many workers have the same samples
+        tensor = self._job.tp_size(self._mesh)  # ranks of a tp group have the same samples
         self._data_workers = workers_per_mesh // tensor
         data = {"worker": self._worker // tensor, "workers_per_mesh": self._data_workers}
         self._batches = Batches(self._job, **data, microbatches=counts[-1])
@@ -326,8 +326,8 @@ class Worker:
         return compile_stages(self._engine, self._compiler(), inputs, target, self._device, meets=meets)
 
     def check_tensor_parallel(self, whole: Mapping[int, StageModule]) -> None:
-        """Refuse sums of shared matrices that are wrong where they run, beside the stages with `whole` ones; on all workers
-        of a mesh at the same time."""
+        """Check the tensor-parallel stages where they run, with their collectives, beside stages with `whole` parameters; on
+        all workers of a mesh at the same time."""
         training = self._job.training
         if not training.check_trace or training.sync_batch_norm:  # that normalises by rows of others
             return
@@ -343,13 +343,12 @@ class Worker:
             log.warning(note)
 
     def shard_specs(self) -> list[ShardSpec]:
-        """What this worker has of its stages' tensors, by original name."""
+        """The slices that this worker has of its stages' tensors."""
         return list(self._tensors_by_shard())
 
     @attributed_to(Reason.DATA_FAILED)
     def fingerprint(self, names: Sequence[str], cuts: Mapping[str, CutPoints]) -> Fingerprint:
-        """Checksums of those of the tensors `names` that are here, of pieces of those that are cut, and of the first
-        samples."""
+        """Checksums of this worker's tensors in `names`, in pieces where `cuts` has them, and of the first samples."""
         return Fingerprint(checksums(self._tensors_by_shard(), names, cuts), self._batches.checksums())
 
     def _tensors_by_shard(self) -> dict[ShardSpec, torch.Tensor]:
@@ -365,7 +364,7 @@ class Worker:
         return self._checkpoints.restore(uri)
 
     def warm_up(self, step: int) -> None:
-        """Have the samples of the first step, and on CUDA load and try all kernels on them, before anybody waits for this
+        """Read the samples of the first step, and on CUDA load and try all kernels on them, before peers wait for this
         mesh."""
         self._reader.ready(step)
         if self._device != "cuda":
@@ -374,7 +373,7 @@ class Worker:
             self._engine.warm_up(step, *self._reader.take(step, first=True))
 
     def has_data(self, step: int) -> bool | None:
-        """Whether the data goes on as far as this step; None on workers that read none."""
+        """True where the data goes on as far as this step; None on workers that read none."""
         return self._reader.has(step)
 
     def run_step(self, step: int) -> WorkerStep:
@@ -399,7 +398,7 @@ class Worker:
         )
 
     def evaluation_size(self) -> EvaluationSize:
-        """How much there is to evaluate, in the microbatches that were planned."""
+        """The amount of evaluation data, in the planned microbatches."""
         return self._evaluation_batches.size
 
     def evaluate(self, batch: int) -> EvaluatedBatch:
@@ -487,7 +486,7 @@ class Worker:
 def raise_as_attempt_failure(
     memory: PeakMemory, *, mesh: str, device: str, planned_bytes: int | None
 ) -> Iterator[None]:
-    """Whatever the body raises is an AttemptFailure; when memory runs out, with what was planned and what was seen."""
+    """Raise every error of the body as an AttemptFailure; out of memory with planned and seen bytes."""
     try:
         yield
     except Exception as error:
@@ -517,7 +516,7 @@ def engine_failure(error: EngineError) -> AttemptFailure:
 def out_of_memory_failure(
     failure: AttemptFailure, mesh: str, device: str, planned_bytes: int | None, peak_bytes: int
 ) -> OutOfMemoryFailure:
-    """`failure` of a worker of `mesh` that ran out of memory, with what was planned and what was seen."""
+    """`failure` of a worker of `mesh` that ran out of memory, with planned and seen bytes."""
     planned = "an unknown number of" if planned_bytes is None else f"{planned_bytes:,}"
     way = "allocated by torch" if device == "cuda" else "resident in its process"
     return OutOfMemoryFailure(

@@ -182,7 +182,7 @@ def test_an_update_is_measured_with_its_norm_on_the_device(monkeypatch):
     class Stop(Exception):
         pass
 
-    def made(*, settings, **_):
+    def made(stages, collectives, settings, **_):
         devices.append(str(settings.device))
         raise Stop
 
