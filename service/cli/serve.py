@@ -204,9 +204,9 @@ def serve(
     settings = settings_or_fail(host=host, port=port)
     set_up_logging(
         level=settings.log_level.upper(),
-        form=settings.log_format,
-        text="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        clock=None,
+        log_format=settings.log_format,
+        line_format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        time_format=None,
     )
     for name, meant in misspelt_settings(os.environ).items():
         logging.warning("%s is no setting: did you mean %s?", name, meant)

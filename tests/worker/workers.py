@@ -106,7 +106,7 @@ def plan_of(job: dict[str, Any], costs: dict[str, Any], budget_s: float = 0.2) -
 
 def mesh_profiles(workers: list[Any], job: Job, measured: list[dict[str, Any]]) -> dict[str, Any]:
     """What a driver sends besides, of meshes of unlike sizes: the layers as each measures them (`measured`: the first)."""
-    if not job.unlike:
+    if not job.heterogeneous:
         return {}
     kinds = {f"m{mesh}": kind for mesh, kind in enumerate(zip(job.mesh_sizes, job.tensors, strict=True))}
     ones = {kinds[worker.mesh]: worker for worker in reversed(workers)}

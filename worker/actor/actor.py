@@ -299,7 +299,7 @@ class Worker:
             program,
             LocalStages(self._stages, assignment.mesh_of_stage, graph.edges, graph.tied, self._tensor_shards),
             collectives,
-            loss=self._loss.with_output_spec(self._model.form).with_metrics,
+            loss=self._loss.with_output_spec(self._model.tree_spec).with_metrics,
             optimizer=self._make_optimizer,
             lr_schedule=functools.partial(make_schedule, schedule) if schedule else None,
             options=options,

@@ -75,7 +75,7 @@ def make_assignments(
     return [
         Assignment(
             mesh,
-            tuple(planned.begins),
+            tuple(planned.stage_starts),
             tuple(planned.mesh_of_stage),
             programs[mesh],
             topology,

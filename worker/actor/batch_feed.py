@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from worker.actor.loss import takes_inputs
-from worker.checks.replicas import checksum
 from worker.contract.failures import as_failure, attributed_to
 from worker.contract.job import AUTO, Data, Job
 from worker.contract.profile import FactoryError
 from worker.contract.reasons import Reason
+from worker.data.checksum import checksum
 from worker.data.dataset import IndexedSource, SampleOrder, StreamSource
 from worker.data.loader import LoaderProcesses
 from worker.data.microbatches import BatchSlice, Microbatches, MicrobatchTensors, ReadMicrobatch

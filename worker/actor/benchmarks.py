@@ -124,7 +124,7 @@ def profile_layers(
     probe = TensorParallelProbe(tp_size, job.resources.tensor_plan) if tp_size > 1 else None
     return measure_layers(
         traced,
-        loss.with_output_spec(traced.form),
+        loss.with_output_spec(traced.tree_spec),
         batches.sample[1],
         device=device,
         repeats=PROFILE_REPEATS,

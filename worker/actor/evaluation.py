@@ -137,7 +137,7 @@ class Evaluator:
         transport: Transport,
         device: str,
     ):
-        self._stages, self._batches, self._loss = stages, batches, loss.with_output_spec(stages.form)
+        self._stages, self._batches, self._loss = stages, batches, loss.with_output_spec(stages.tree_spec)
         self._transport, self._device = transport, device
         mesh, limits, program = assignment.mesh, assignment.slot_limits, assignment.evaluation
         self._ignored, self._tensor = target_ignore_index(job), job.tp_size(mesh)

@@ -42,6 +42,7 @@ from worker.model.export import TracedModel, tensor_aliases, trace
 from worker.model.factory import build_model, check_patterns_match, pattern_matches
 from worker.model.hazards import check_trainable
 from worker.model.interface import ModelInterface, adapt_model
+from worker.model.parity import tolerance_for
 from worker.model.pytree import Target, TreeSpec
 from worker.model.serialization import (
     ParameterValues,
@@ -51,7 +52,6 @@ from worker.model.serialization import (
     serialize_models,
 )
 from worker.model.stages import StageGraph, StageModule
-from worker.model.tolerance import tolerance_for
 from worker.parallel.sync_batch_norm import batch_norm_notes
 from worker.parallel.tensor.shards import check_tensor_plan_of
 
@@ -108,7 +108,7 @@ class JobModel:
         self._record: ModelRecord | None = None
         self._interface = ModelInterface()
         self._unused_state: dict[str, Any] | None = None  # on the worker that leads, once it is cut
-        self.form: TreeSpec | None = None  # of what the model returns, once it is cut
+        self.tree_spec: TreeSpec | None = None  # of what the model returns, once it is cut
         self.keywords: tuple[str, ...] = ()  # the names of the inputs in samples, where they have any
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
@@ -128,7 +128,7 @@ class JobModel:
 
     def _trace(self, sample: tuple[torch.Tensor, ...]) -> TracedModel:
         traced = trace(self._built, sample, **self._trace_options)
-        traced.form, traced.notes = self._interface.form, (*self._interface.notes, *traced.notes)
+        traced.tree_spec, traced.notes = self._interface.tree_spec, (*self._interface.notes, *traced.notes)
         return traced
 
     @property
@@ -150,7 +150,7 @@ class JobModel:
 
     def _trace_in_eval_mode(self, sample: tuple[torch.Tensor, ...]) -> TracedModel:
         traced = trace_in_eval_mode(self._built, sample, **self._trace_options)
-        traced.form = self._interface.form
+        traced.tree_spec = self._interface.tree_spec
         return traced
 
     @attributed_to(Reason.CUT_IMPOSSIBLE)
@@ -185,7 +185,7 @@ class JobModel:
         begins = evaluation_stage_starts(self._layers, begins, evaluated.layers)
         several = self._job.max_dp_size > 1
         stages = evaluation_stages(
-            evaluated, begins, trained, device=device, own_statistics=several, alike=alike
+            evaluated, begins, trained, device=device, own_statistics=several, share=alike
         )
         if path := self._job.model.weights:
             fill_tensors(path, stages.alone, evaluated.aliases)
@@ -229,7 +229,7 @@ class JobModel:
         return [f"the traced model was not compared with the model itself on the accelerator: {lack}"]
 
     def _make_loss(self, device: str) -> JobLoss:
-        return make_loss(self._job.loss, device).with_output_spec(self._traced.form)
+        return make_loss(self._job.loss, device).with_output_spec(self._traced.tree_spec)
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
     def graph(self, sample: tuple[torch.Tensor, ...], workers: int | None = None) -> bytes:
@@ -312,7 +312,7 @@ class JobModel:
             if path:
                 fill_tensors(path, unused, traced.aliases)
             self._unused_state = record_to_state(self._record, unused)
-        self._layers, self.form = traced.layers, traced.form
+        self._layers, self.tree_spec = traced.layers, traced.tree_spec
         self._traced = self._built = None
         self._traces_by_workers, self._eval_traces_by_workers = {}, {}
         return graph

@@ -92,18 +92,18 @@ class Adapters:
         }
 
     @classmethod
-    def from_state(cls, told: Mapping[str, Any] | None) -> Adapters | None:
+    def from_state(cls, state: Mapping[str, Any] | None) -> Adapters | None:
         """Inverse of `to_state`; None for a model without adapters."""
-        if told is None:
+        if state is None:
             return None
         return cls(
-            entries_from_rows(told["entries"]),
-            told["files"],
-            entries_from_rows(told["base"]),
-            told["base_files"],
-            told["base_stem"],
-            {name: LoraDelta(*parts) for name, parts in told["deltas"].items()},
-            told["unmergeable"],
+            entries_from_rows(state["entries"]),
+            state["files"],
+            entries_from_rows(state["base"]),
+            state["base_files"],
+            state["base_stem"],
+            {name: LoraDelta(*parts) for name, parts in state["deltas"].items()},
+            state["unmergeable"],
         )
 
 
@@ -140,18 +140,20 @@ def find_adapters(
     known = {id(state[entry.name]): entry for entry in entries}
     if lost := [name for name, value in own.items() if id(value) not in known]:
         raise ValueError(f"the adapters' {', '.join(lost[:4])} is no parameter of the model")
-    mine = tuple(
+    own_entries = tuple(
         StateDictEntry(name, known[id(value)].tensor, tuple(value.shape), value.dtype)
         for name, value in own.items()
     )
     base_files, stem = configuration(model.get_base_model())
     deltas, unmergeable = _lora_deltas(model, active)
-    base = _base_entries(entries, {one.tensor for one in mine}, getattr(model.base_model, "prefix", "lora_"))
+    base = _base_entries(
+        entries, {one.tensor for one in own_entries}, getattr(model.base_model, "prefix", "lora_")
+    )
     for tensor in deltas:  # its other users do not see the adapters, and would
         names = [one.name for one in base if one.tensor == tensor]
         if len(names) > 1:
             unmergeable = f"{' and '.join(names)} are one tensor, and the adapters are added where it is used as one of them"
-    return Adapters(mine, files, base, base_files, stem, deltas, unmergeable)
+    return Adapters(own_entries, files, base, base_files, stem, deltas, unmergeable)
 
 
 def _base_entries(

@@ -74,8 +74,8 @@ def save_shard(uri: str, *, step: int, shard: str, state: Mapping[str, Any]) -> 
     content = {"step": step, "shard": shard, "state": _without_shared_memory(dict(state))}
     sha256 = _write_atomically(files, shard_path(folder, shard), lambda file: torch.save(content, file))
     names = sorted({name for part in _PARTS_BY_NAME for name in state.get(part) or ()})
-    told = json.dumps({"names": names, "sha256": sha256}).encode()
-    _write_atomically(files, _names_path(folder, shard), lambda file: file.write(told))
+    content = json.dumps({"names": names, "sha256": sha256}).encode()
+    _write_atomically(files, _names_path(folder, shard), lambda file: file.write(content))
 
 
 def finish_checkpoint(
@@ -106,9 +106,9 @@ def finish_checkpoint(
                 f"checkpoint {uri} lacks the shard of mesh {shard!r}: save it before finish"
             ) from None
     manifest = {"format": CHECKPOINT_FORMAT, "step": step, "shards": sizes, "notes": dict(notes or {})}
-    told = {shard: json.loads(files.cat_file(_names_path(folder, shard))) for shard in shards}
-    manifest["names"] = {shard: said["names"] for shard, said in told.items()}
-    manifest["sha256"] = {shard: said["sha256"] for shard, said in told.items()}
+    shard_contents = {shard: json.loads(files.cat_file(_names_path(folder, shard))) for shard in shards}
+    manifest["names"] = {shard: said["names"] for shard, said in shard_contents.items()}
+    manifest["sha256"] = {shard: said["sha256"] for shard, said in shard_contents.items()}
     if seconds is not None:
         manifest["seconds"] = asdict(seconds)
     written = json.dumps(manifest, indent=1).encode()

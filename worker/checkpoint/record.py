@@ -86,14 +86,14 @@ def record_to_state(record: ModelRecord, unused: Mapping[str, Tensor]) -> dict[s
 
 def record_from_state(state: Mapping[str, Any]) -> ModelRecord:
     """The record in what `state_of` made."""
-    told = state[_RECORD_KEY]
+    fields = state[_RECORD_KEY]
     return ModelRecord(
-        entries_from_rows(told["entries"]),
-        told["files"],
-        told["stem"],
-        tuple(told["others"]),
-        told["note"],
-        Adapters.from_state(told.get("adapters")),
+        entries_from_rows(fields["entries"]),
+        fields["files"],
+        fields["stem"],
+        tuple(fields["others"]),
+        fields["note"],
+        Adapters.from_state(fields.get("adapters")),
     )
 
 
@@ -130,8 +130,10 @@ def _library_configuration(model: nn.Module) -> tuple[dict[str, str], str]:
     if callable(getattr(config, "to_json_string", None)):
         return {"config.json": config.to_json_string()}, WEIGHTS_STEM
     if callable(getattr(config, "to_json", None)):
-        told = config.to_json()
-        return {"config.json": told if isinstance(told, str) else json.dumps(told, indent=2)}, WEIGHTS_STEM
+        config_json = config.to_json()
+        return {
+            "config.json": config_json if isinstance(config_json, str) else json.dumps(config_json, indent=2)
+        }, WEIGHTS_STEM
     return {}, WEIGHTS_STEM
 
 

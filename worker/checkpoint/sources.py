@@ -286,7 +286,7 @@ def _check_names_and_shapes(path: str, record: ModelRecord, files: WeightFiles) 
             shapes.append(f"{name} {list(found.shape)} (the model's is {list(entry.shape)})")
         elif found.floating != (entry.dtype.is_floating_point or entry.dtype.is_complex):
             kinds.append(f"{name} (the model's is {entry.dtype})")
-    told = [
+    mismatches = [
         f"{what}: {_shown_names(names)}"
         for what, names in (
             ("missing", missing),
@@ -296,9 +296,9 @@ def _check_names_and_shapes(path: str, record: ModelRecord, files: WeightFiles) 
         )
         if names
     ]
-    if told:
+    if mismatches:
         way_out = _prefix_hint(missing, unexpected) + _REMEDY
-        raise ModelError(f"model.weights {path!r} do not fit the model: {'; '.join(told)}. {way_out}")
+        raise ModelError(f"model.weights {path!r} do not fit the model: {'; '.join(mismatches)}. {way_out}")
 
 
 def _expected_entries(record: ModelRecord, files: WeightFiles) -> Sequence[StateDictEntry]:
@@ -311,14 +311,12 @@ def _expected_entries(record: ModelRecord, files: WeightFiles) -> Sequence[State
 
 def _prefix_hint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     """A prefix that all names in the file have and those of the model have not, or the other way round."""
-    for theirs in unexpected:
-        for ours in missing:
-            if theirs.endswith(f".{ours}"):
-                return f"The names in the file begin with {theirs.removesuffix(ours)!r}, the model's do not. "
-            if ours.endswith(f".{theirs}"):
-                return (
-                    f"The model's names begin with {ours.removesuffix(theirs)!r}, those in the file do not. "
-                )
+    for stored in unexpected:
+        for expected in missing:
+            if stored.endswith(f".{expected}"):
+                return f"The names in the file begin with {stored.removesuffix(expected)!r}, the model's do not. "
+            if expected.endswith(f".{stored}"):
+                return f"The model's names begin with {expected.removesuffix(stored)!r}, those in the file do not. "
     return ""
 
 

@@ -188,8 +188,8 @@ def export_job(request: ExportRequest) -> ExportResult:
             return replace(exported, notes=(*(f"passed over: {d}" for d in damages), *exported.notes))
         except CheckpointError as error:
             damages.append(str(error))
-    told = f": {'; '.join(damages[:3])}" if damages else ""
-    raise CheckpointError(f"{request.job} has no whole checkpoint below {request.uri}{told}")
+    reasons = f": {'; '.join(damages[:3])}" if damages else ""
+    raise CheckpointError(f"{request.job} has no whole checkpoint below {request.uri}{reasons}")
 
 
 def _check_exportable(uri: str, record: ModelRecord, held: set[str]) -> None:

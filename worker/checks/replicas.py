@@ -7,15 +7,13 @@ gang, no transport.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
-from worker.model.pytree import Targets
+from worker.data.checksum import checksum
 from worker.parallel.shard_spec import CutPoints, ShardSpec, common_pieces
 
 _MAX_SHOWN = 8
@@ -40,13 +38,6 @@ def named_tensors(stages: Mapping[int, nn.Module]) -> dict[str, torch.Tensor]:
     return found
 
 
-def checksum(value: Any) -> str:
-    """Of a tensor, or of tuples and lists of tensors: equal for equal types, shapes and bits."""
-    digest = hashlib.blake2b(digest_size=16)
-    _update_digest(digest, value)
-    return digest.hexdigest()
-
-
 def checksums(
     own: Mapping[ShardSpec, torch.Tensor], names: Collection[str], cuts: Mapping[str, CutPoints]
 ) -> dict[str, str]:
@@ -55,7 +46,8 @@ def checksums(
     for held, tensor in own.items():
         if held.name in cuts:
             found |= {
-                told: checksum(piece) for told, piece in common_pieces(held, tensor, cuts[held.name]).items()
+                description: checksum(piece)
+                for description, piece in common_pieces(held, tensor, cuts[held.name]).items()
             }
         elif held.description in names:
             found[held.description] = checksum(tensor)
@@ -67,27 +59,27 @@ def replicated_names(workers: Sequence[Collection[ShardSpec]]) -> list[str]:
     seen: set[str] = set()
     several: set[str] = set()
     for held in workers:
-        mine = {one.description for one in held}
-        several |= seen & mine
-        seen |= mine
+        descriptions = {one.description for one in held}
+        several |= seen & descriptions
+        seen |= descriptions
     return sorted(several)
 
 
 def shard_mismatch(workers: Sequence[str], found: Sequence[Collection[ShardSpec]]) -> str | None:
     """A sentence with the first parameter that some workers share otherwise than others, which would add up what is not the
     same; or None. `found[w]` is what worker w has."""
-    ways: dict[str, dict[str, str]] = {}
+    layouts: dict[str, dict[str, str]] = {}
     for worker, held in zip(workers, found, strict=True):
         for one in held:
-            ways.setdefault(one.name, {}).setdefault(one.layout, worker)
-    for name, places in sorted(ways.items()):
+            layouts.setdefault(one.name, {}).setdefault(one.layout, worker)
+    for name, places in sorted(layouts.items()):
         if len(places) > 1:
-            has = (f"parts along {way}" if way else "the whole of it" for way in places)
-            told = " and ".join(
+            has = (f"parts along {layout}" if layout else "the whole of it" for layout in places)
+            holders = " and ".join(
                 f"{what} on {worker}" for what, worker in zip(has, places.values(), strict=True)
             )
             return (
-                f"parameter {name!r} has users on several meshes that share it otherwise: {told}; give their modules one "
+                f"parameter {name!r} has users on several meshes that share it otherwise: {holders}; give their modules one "
                 "style in resources.tensor_plan, vocab or replicate"
             )
     return None
@@ -135,17 +127,3 @@ def _group_by_value(holders: Iterable[tuple[str, str]]) -> str:
     for worker, value in holders:
         groups.setdefault(value, []).append(worker)
     return " | ".join(", ".join(group) for group in groups.values())
-
-
-def _update_digest(digest: Any, value: Any) -> None:
-    if isinstance(value, list | tuple):
-        digest.update(f"{len(value)}[".encode())
-        for part in value:
-            _update_digest(digest, part)
-        return
-    if isinstance(value, Targets):
-        _update_digest(digest, value.tensors)
-        return
-    tensor = value.detach().cpu().contiguous()
-    digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-    digest.update(tensor.reshape(-1).view(torch.uint8).numpy())

@@ -23,9 +23,9 @@ from worker.contract.costs import batch_dimension
 from worker.contract.profile import CutError
 from worker.engine.forward import drop_casts, run_forward
 from worker.model.export import TracedModel
+from worker.model.parity import Tolerance, compare, gradient_floor, tolerance_for
 from worker.model.rng import RNG_LOCK, RandomState, reseed_at_random_ops, seeded
 from worker.model.stages import StageBuilder, StageGraph, StageModule
-from worker.model.tolerance import Tolerance, gradient_floor, relative_distance, tolerance_for
 from worker.parallel.tensor.shards import TensorParallelShards
 from worker.transport.base import EngineError
 
@@ -35,7 +35,7 @@ SamplesByRank = Sequence[tuple[Tensor, ...]]
 def check_batch_sharding(
     models: Mapping[int, TracedModel],
     samples: Mapping[int, SamplesByRank],
-    begins: Sequence[str],
+    stage_starts: Sequence[str],
     workers_of_stage: Sequence[int],
     tolerance: Tolerance,
     *,
@@ -47,7 +47,7 @@ def check_batch_sharding(
     `models` and `samples` (the inputs of each worker of a mesh) by the number of workers of a mesh; `when` says for
     messages how the model runs.
     """
-    graphs = {size: model.cut(begins, keep=()) for size, model in models.items()}
+    graphs = {size: model.cut(stage_starts, keep=()) for size, model in models.items()}
     _check_same_boundaries(graphs)
     first = next(iter(graphs.values()))
     crossing = {
@@ -58,7 +58,8 @@ def check_batch_sharding(
     if not crossing:
         return
     values = {
-        size: _boundary_values(model, samples[size], begins, {*crossing}) for size, model in models.items()
+        size: _boundary_values(model, samples[size], stage_starts, {*crossing})
+        for size, model in models.items()
     }
     for edge in first.edges:
         sizes = workers_of_stage[edge.source], workers_of_stage[edge.target]
@@ -97,7 +98,7 @@ def _check_tensor(
     for expected, got in pairs:
         exact = not expected.is_floating_point() and not expected.is_complex()
         if not torch.equal(expected, got) and (
-            exact or relative_distance(expected, got, 0.0) > tolerance.values
+            exact or not compare(expected, got, tolerance.values).is_rounding
         ):
             raise CutError(
                 f"tensor {tensor!r} is another{when} where {len(one)} workers share a microbatch than where {len(other)} "
@@ -108,10 +109,10 @@ def _check_tensor(
 
 
 def _boundary_values(
-    model: TracedModel, samples: SamplesByRank, begins: Sequence[str], names: set[str]
+    model: TracedModel, samples: SamplesByRank, stage_starts: Sequence[str], names: set[str]
 ) -> dict[str, list[Tensor]]:
     """The tensors `names`, as they travel, of every worker."""
-    starts = {model.layers.index(name) for name in begins}
+    starts = {model.layers.index(name) for name in stage_starts}
     builder = model.builder(starts)
     found: dict[str, list[Tensor]] = {name: [] for name in names}
     for inputs in samples:
@@ -302,19 +303,18 @@ def _compare_stage(
     worker: str,
 ) -> None:
     whole = {name: share.part(name, gradient) for name, gradient in expected.parameters.items()}
-    least = gradient_floor([*whole.values(), *expected.inputs.values()])
-    for what, mine, theirs, small, most in (
+    least_gradient = gradient_floor([*whole.values(), *expected.inputs.values()])
+    for what, found_tensors, expected_tensors, floor, allowed in (
         ("output", found.outputs, expected.outputs, 0.0, tolerance.values),
-        ("the gradient of input", found.inputs, expected.inputs, least, tolerance.gradients),
-        ("the gradient of", found.parameters, whole, least, tolerance.gradients),
+        ("the gradient of input", found.inputs, expected.inputs, least_gradient, tolerance.gradients),
+        ("the gradient of", found.parameters, whole, least_gradient, tolerance.gradients),
     ):
-        for name in theirs:
-            here = mine.get(name)
-            apart = float("inf") if here is None else relative_distance(theirs[name], here, small)
-            if apart > most:
+        for name in expected_tensors:
+            distance = compare(expected_tensors[name], found_tensors.get(name), allowed, floor)
+            if not distance.is_rounding:
                 raise EngineError(
-                    f"{worker}: {what} {name!r} of stage {index} differs by {apart:.3g} of its size (at most {most:g} is "
-                    "rounding) between workers that share its matrices and one that has the whole: their sums are "
-                    "wrong on these accelerators; set resources.*.tensor to 1, or training.check_trace to false where "
-                    "the stage's values are known to vary so"
+                    f"{worker}: {what} {name!r} of stage {index} differs by {distance} between workers "
+                    "that share its matrices and one that has the whole: their sums are wrong on these accelerators; set "
+                    "resources.*.tensor to 1, or training.check_trace to false where the stage's values are known to "
+                    "vary so"
                 )

@@ -22,11 +22,11 @@ from worker.engine.forward import ForwardResult, drop_casts, run_forward
 from worker.model import hazards
 from worker.model.export import BufferSnapshot, TracedModel, mark_checkpoint_regions
 from worker.model.hf_patches import PATCHED_FUNCTION_NAMES
+from worker.model.parity import Tolerance, compare, gradient_floor, gradient_pair, tolerance_for
 from worker.model.pytree import Target
 from worker.model.rng import RandomState, reseed_at_random_ops, seeded
 from worker.model.rng_ops import RngOp, replay_rng, traced_rng_ops
 from worker.model.stages import StageBuilder, StageModule, input_name
-from worker.model.tolerance import Tolerance, gradient_floor, relative_distance, tolerance_for
 
 Loss = Callable[[Any, Target], Tensor]
 
@@ -109,7 +109,7 @@ def check_trace(
         drop_casts()
         leave_breadcrumb("")
     parameters = [name for index in reversed(range(count)) for name in builder.parameters(index)]
-    names = traced.form.names if traced.form else [str(k) if k else "" for k in several]
+    names = traced.tree_spec.names if traced.tree_spec else [str(k) if k else "" for k in several]
     _compare_outcomes(expected, found, names, list(dict.fromkeys(parameters)), tolerance, functions)
     return [
         *traced.notes,
@@ -225,8 +225,7 @@ def _rerun_differs(
             return True
     made = [output.detach() for output in run.outputs]
     return len(made) != len(outputs) or any(
-        got.shape != output.shape or relative_distance(output, got, 0.0) > tolerance
-        for output, got in zip(outputs, made, strict=True)
+        not compare(output, got, tolerance).is_rounding for output, got in zip(outputs, made, strict=True)
     )
 
 
@@ -340,7 +339,7 @@ def _compare_outcomes(
     for what, (model, graph) in values.items():
         _check_close(what, model, graph, 0.0, tolerance.values, _UNTRACED_EFFECTS)
     names = [*order, *(name for name in expected.gradients if name not in order)]
-    least = gradient_floor(expected.gradients.values())
+    floor = gradient_floor(expected.gradients.values())
     reason = _UNTRACED_EFFECTS
     if functions:
         reason = (
@@ -349,17 +348,8 @@ def _compare_outcomes(
             "the backward"
         )
     for name in names:
-        model, graph = expected.gradients.get(name), found.gradients.get(name)
-        if model is None and graph is None:
-            continue
-        _check_close(
-            f"the gradient of {name!r}",
-            torch.zeros_like(graph) if model is None else model,
-            torch.zeros_like(model) if graph is None else graph,
-            least,
-            tolerance.gradients,
-            reason,
-        )
+        if (pair := gradient_pair(expected.gradients.get(name), found.gradients.get(name))) is not None:
+            _check_close(f"the gradient of {name!r}", *pair, floor, tolerance.gradients, reason)
 
 
 _UNTRACED_EFFECTS = (
@@ -369,16 +359,16 @@ _UNTRACED_EFFECTS = (
 
 
 def _check_close(
-    what: str, model: Tensor, graph: Tensor, least: float, tolerance: float, reason: str
+    what: str, model: Tensor, graph: Tensor, floor: float, tolerance: float, reason: str
 ) -> None:
     if model.shape != graph.shape:
         raise TraceError(
             f"{what} has shape {tuple(graph.shape)} in the traced model and {tuple(model.shape)} in the model itself: "
             f"{reason}; {hazards.SKIP_CHECK_HINT}"
         )
-    apart = relative_distance(model, graph, least)
-    if apart > tolerance:
+    distance = compare(model, graph, tolerance, floor)
+    if not distance.is_rounding:
         raise TraceError(
-            f"{what} differs between the traced model and the model itself by {apart:.3g} of its size (at most "
-            f"{tolerance:g} is rounding): {reason}; {hazards.SKIP_CHECK_HINT}"
+            f"{what} differs between the traced model and the model itself by {distance}: {reason}; "
+            f"{hazards.SKIP_CHECK_HINT}"
         )

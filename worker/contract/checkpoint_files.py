@@ -194,16 +194,16 @@ def _inspect_folder(
     size, saved_at, damage, summed, seconds = 0, None, None, False, None
     try:
         manifest = read_manifest(files, folder, uri)
-        if (told := manifest.get("seconds")) is not None:
-            seconds = SaveSeconds(told["blocking"], told["writing"])
+        if (saved_seconds := manifest.get("seconds")) is not None:
+            seconds = SaveSeconds(saved_seconds["blocking"], saved_seconds["writing"])
         saved_at = _modified_at(files, f"{folder}/{MANIFEST}")
         size = sum(manifest["shards"].values())
         for shard, expected in manifest["shards"].items():
             check_size(files, shard_path(folder, shard), expected)
-        if latest is not None and (told := manifest.get("sha256")):
+        if latest is not None and (digests := manifest.get("sha256")):
             for shard in manifest["shards"]:
                 path = shard_path(folder, shard)
-                check_sha256(path, told[shard], lambda path=path: _sha256_of(files, path, latest))
+                check_sha256(path, digests[shard], lambda path=path: _sha256_of(files, path, latest))
             summed = True
     except _InspectionTimeout:
         pass

@@ -173,9 +173,9 @@ def read_crash_report(process_id: int) -> CrashReport | None:
     except OSError:
         return None
     action = content[:_ACTION_BYTES].rstrip(b"\0").decode(errors="replace")
-    told = content[_ACTION_BYTES:].decode(errors="replace").splitlines()[:_MAX_STACK_LINES]
-    signal = re.match(r"Fatal Python error: (.*)", told[0]) if told else None
-    stack = "\n".join(line for line in told if not line.startswith("Extension modules"))
+    lines = content[_ACTION_BYTES:].decode(errors="replace").splitlines()[:_MAX_STACK_LINES]
+    signal = re.match(r"Fatal Python error: (.*)", lines[0]) if lines else None
+    stack = "\n".join(line for line in lines if not line.startswith("Extension modules"))
     return CrashReport(action, None if signal is None else signal[1].strip(), stack)
 
 

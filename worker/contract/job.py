@@ -158,11 +158,14 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Resources:
-    """`meshes` None is one a stage; see `Job.meshes`. `memory_per_worker` is auto, or bytes. `workers` has one number a
-    mesh where they are not alike; then `workers_per_mesh` is the largest. `shard` is what the workers of a mesh share,
-    none or optimizer (its state); one for all meshes, or for each. So many workers as `tensor` says share the matrices of
-    a stage, by `tensor_plan` (module-name patterns to styles, see worker/parallel/tensor/plans.py); `tensors` has one number a mesh
-    where they are not alike, and `tensor` is then the largest."""
+    """The gang of a job: meshes, their sizes, tensor parallelism, ZeRO-1, device and memory.
+
+    `meshes` None is one a stage; see `Job.meshes`. `memory_per_worker` is auto, or bytes. `workers` has the size of each
+    mesh where meshes are heterogeneous; `workers_per_mesh` is then the largest. `shard` is none or optimizer (ZeRO-1),
+    one for all meshes or one for each. `tensor` is the size of a tensor-parallel group, which splits matrices by
+    `tensor_plan` (module-name patterns to styles, see worker/parallel/tensor/plans.py); `tensors` has that size for each
+    mesh where it differs, and `tensor` is then the largest.
+    """
 
     meshes: int | None = None
     workers_per_mesh: int = 1
@@ -258,7 +261,7 @@ class Job:
         return tuple(size // tensor for size, tensor in zip(self.mesh_sizes, self.tensors, strict=True))
 
     @property
-    def unlike(self) -> bool:
+    def heterogeneous(self) -> bool:
         """Whether worker w of one mesh may have something else than worker w of another."""
         return self.resources.workers is not None or self.resources.tensors is not None
 
@@ -348,7 +351,7 @@ def microbatch_counts(job: Job) -> tuple[int, ...]:
     shares, rest = divmod(training.global_batch, workers)
     if rest:
         sizes = list(job.dp_sizes)
-        whom = f"meshes of {sizes} workers" if job.unlike else f"resources.workers_per_mesh {workers}"
+        whom = f"meshes of {sizes} workers" if job.heterogeneous else f"resources.workers_per_mesh {workers}"
         raise ValueError(
             f"training.global_batch {training.global_batch} cannot be shared by {whom}, "
             f"whatever training.microbatches is: set global_batch to a multiple of {workers}"

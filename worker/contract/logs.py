@@ -32,7 +32,7 @@ _task_fields: ContextVar[dict[str, Any] | None] = ContextVar("slotline_log_field
 
 @dataclass(frozen=True)
 class TraceParent:
-    """A W3C trace context: which trace something belongs to, and the span that caused it."""
+    """A W3C trace context: the trace, and the span that caused this one."""
 
     trace_id: str
     span_id: str
@@ -40,7 +40,7 @@ class TraceParent:
 
     @classmethod
     def read(cls, text: str | None) -> Self | None:
-        """The context in a `traceparent`; None for what the specification has receivers ignore."""
+        """Parse a `traceparent` header; None for values that W3C tells receivers to ignore."""
         found = _TRACEPARENT.fullmatch((text or "").strip())
         if found is None or found[1] == "ff" or (found[1] == "00" and found[5]):
             return None
@@ -62,13 +62,13 @@ class TraceParent:
 
 
 def bind_process_fields(**fields: Any) -> None:
-    """Have every line of this process say these from now on (a driver has one job and one attempt)."""
+    """Add `fields` to every line that this process logs from now on; a driver binds its job and attempt."""
     _process_fields.update(fields)
 
 
 @contextlib.contextmanager
 def log_fields(**fields: Any) -> Iterator[None]:
-    """Have the lines of this task, within, say these as well; what is None is left out."""
+    """Add `fields` to the lines that this task logs in the body; fields that are None are left out."""
     token = _task_fields.set((_task_fields.get() or {}) | {k: v for k, v in fields.items() if v is not None})
     try:
         yield
@@ -77,26 +77,31 @@ def log_fields(**fields: Any) -> Iterator[None]:
 
 
 def bind_task_fields(**fields: Any) -> None:
-    """Have the lines of this task, and of what it begins, say these until it ends; what is None is left out."""
+    """Add `fields` to the lines of this task and of its child tasks until it ends; None fields are left out."""
     _task_fields.set((_task_fields.get() or {}) | {k: v for k, v in fields.items() if v is not None})
 
 
 def set_up_logging(
-    *, level: str, form: str, text: str = _TEXT_FORMAT, clock: str | None = _TIME_FORMAT
+    *, level: str, log_format: str, line_format: str = _TEXT_FORMAT, time_format: str | None = _TIME_FORMAT
 ) -> None:
-    """Begin logging to standard error, as `form` says; `text` and `clock` are the format of lines for people."""
-    if form not in LOG_FORMATS:
-        raise ValueError(f"SLOTLINE_LOG_FORMAT is {form!r}: use one of {', '.join(LOG_FORMATS)}")
-    if clock is not None:
-        logging.Formatter.converter = time.gmtime  # it says Z: `slotline logs --since` compares it
-    logging.basicConfig(level=level, format=text, datefmt=clock)
-    if form == "json":
+    """Log to standard error as text or JSON lines; `line_format` and `time_format` (None: logging's own) shape text.
+
+    Raises ValueError for a `log_format` that is not one of LOG_FORMATS.
+    """
+    if log_format not in LOG_FORMATS:
+        raise ValueError(f"SLOTLINE_LOG_FORMAT is {log_format!r}: use one of {', '.join(LOG_FORMATS)}")
+    if time_format is not None:
+        logging.Formatter.converter = (
+            time.gmtime
+        )  # the time ends in Z, and `slotline logs --since` compares it
+    logging.basicConfig(level=level, format=line_format, datefmt=time_format)
+    if log_format == "json":
         for handler in logging.getLogger().handlers:
             handler.setFormatter(JsonFormatter())
 
 
 class JsonFormatter(logging.Formatter):
-    """One line a record, whatever is in it. The time stands first: who reads since a time looks there."""
+    """Formats a record as one JSON line. The time comes first, where `slotline logs --since` reads it."""
 
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime(_TIME_FORMAT, time.gmtime(record.created))
@@ -115,19 +120,19 @@ class JsonFormatter(logging.Formatter):
 
 MASKED_TEXT = "***"
 _MIN_SECRET_CHARS = 8
-"""The control plane takes no shorter secret; of one with several lines, shorter lines are no secret."""
+"""The control plane refuses shorter secrets; shorter lines of a multi-line secret stay readable."""
 
 
 class SecretMask:
-    """Blanks values out of texts; knows none in the beginning."""
+    """Replaces secret values in texts by MASKED_TEXT; it has no secrets at first."""
 
     def __init__(self) -> None:
         self._pattern: re.Pattern[str] | None = None
 
     def hide(self, values: Iterable[str]) -> None:
-        """From now on these are blanked, whole and line by line."""
+        """Mask `values` from now on, as a whole and line by line."""
         parts = {part for value in values for part in (value, value.strip(), *value.splitlines())}
-        # the longest first: one may begin as another does
+        # longest first, since one secret may be a prefix of another
         hidden = sorted((part for part in parts if len(part) >= _MIN_SECRET_CHARS), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, hidden))) if hidden else None
 
@@ -135,7 +140,7 @@ class SecretMask:
         return text if self._pattern is None else self._pattern.sub(MASKED_TEXT, text)
 
     def json(self, value: Any) -> Any:
-        """The same JSON value with its texts blanked, names of fields too."""
+        """The same JSON value with its strings masked, field names included."""
         if self._pattern is None:
             return value
         if isinstance(value, str):
@@ -146,7 +151,7 @@ class SecretMask:
 
 
 class MaskedStream:
-    """A text stream that blanks what is written to it."""
+    """A text stream that masks what is written to it."""
 
     def __init__(self, stream: TextIO, mask: SecretMask) -> None:
         self._stream, self._mask = stream, mask
@@ -164,12 +169,12 @@ class MaskedStream:
 
 
 def mask_output() -> SecretMask:
-    """Put a mask, with nothing to hide yet, before standard output and error of this process."""
+    """Install an empty SecretMask on standard output and error of this process, and return it."""
     mask = SecretMask()
     sys.stdout, sys.stderr = MaskedStream(sys.stdout, mask), MaskedStream(sys.stderr, mask)
     return mask
 
 
 def set_environment(_actor: object, values: Mapping[str, str]) -> None:
-    """Called in a worker's process, before it runs anything of the user's."""
+    """Set environment variables in a worker's process; Ray calls it before any user code runs."""
     os.environ.update(values)

@@ -54,16 +54,16 @@ class ModelSignature:
         """The first thing in which this is not as it was `wanted`, in words; None where all is."""
         if len(self.layers) != len(wanted.layers):
             return f"the model has {len(self.layers)} layers, and not {len(wanted.layers)}"
-        for number, (mine, other) in enumerate(zip(self.layers, wanted.layers, strict=True)):
-            if mine.name != other.name:
-                return f"layer {number} is {mine.name}, and not {other.name}"
-            if dict(mine.parameters) != dict(other.parameters):
-                return f"layer {mine.name} has {_describe_parameters(mine)}, and not {_describe_parameters(other)}"
+        for number, (layer, other) in enumerate(zip(self.layers, wanted.layers, strict=True)):
+            if layer.name != other.name:
+                return f"layer {number} is {layer.name}, and not {other.name}"
+            if dict(layer.parameters) != dict(other.parameters):
+                return f"layer {layer.name} has {_describe_parameters(layer)}, and not {_describe_parameters(other)}"
         if len(self.edges) != len(wanted.edges):
             return f"{len(self.edges)} tensors travel between layers, and not {len(wanted.edges)}"
-        for mine, other in zip(self.edges, wanted.edges, strict=True):
-            if mine != other:
-                return f"{self._describe_edge(mine)} travels between layers, and not {wanted._describe_edge(other)}"
+        for edge, other in zip(self.edges, wanted.edges, strict=True):
+            if edge != other:
+                return f"{self._describe_edge(edge)} travels between layers, and not {wanted._describe_edge(other)}"
         return None
 
     def to_json(self) -> dict[str, Any]:

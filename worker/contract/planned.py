@@ -64,7 +64,7 @@ class PlannedJob:
     `reshardings` are the transfers that do not go in pairs of workers, by edge and whether they are of gradients.
     """
 
-    begins: tuple[str, ...]
+    stage_starts: tuple[str, ...]
     spec: Mapping[str, Any]
     plan: Mapping[str, Any]
     update: tuple[MeshUpdate, ...] = ()
@@ -123,7 +123,7 @@ class PlannedJob:
 def parse_planned_job(answer: Mapping[str, Any]) -> PlannedJob:
     """The control plane's answer to a request for a plan, read."""
     return PlannedJob(
-        begins=tuple(answer["begins"]),
+        stage_starts=tuple(answer["begins"]),
         spec=answer["spec"],
         plan=answer["plan"],
         update=tuple(MeshUpdate(**one) for one in answer.get("update") or ()),

@@ -63,9 +63,12 @@ def slowest_collective_cost(found: Sequence[CollectiveCost | None]) -> Collectiv
     known = [one for one in found if one is not None]
     if not known:
         return None
-    ways = ([one.reduce for one in known], [one.scatter for one in known], [one.gather for one in known])
+    by_kind = ([one.reduce for one in known], [one.scatter for one in known], [one.gather for one in known])
     return CollectiveCost(
-        *(None if None in way else (max(a for a, _ in way), min(b for _, b in way)) for way in ways)
+        *(
+            None if None in pairs else (max(a for a, _ in pairs), min(b for _, b in pairs))
+            for pairs in by_kind
+        )
     )
 
 

@@ -53,8 +53,8 @@ def driver_too_old_message(said: object) -> str | None:
     if (protocol := parse_protocol(said)) >= OLDEST_DRIVER_PROTOCOL:
         return None
     return (
-        f"the driver speaks protocol {protocol}, and this control plane, Slotline {_slotline_version()}, takes {OLDEST_DRIVER_PROTOCOL} to "
-        f"{PROTOCOL}: give Ray's pods the worker image of this version"
+        f"the driver speaks protocol {protocol}, and this control plane, Slotline {_slotline_version()}, takes "
+        f"{OLDEST_DRIVER_PROTOCOL} to {PROTOCOL}: give Ray's pods the worker image of this version"
     )
 
 

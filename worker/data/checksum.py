@@ -1,4 +1,8 @@
-"""A checksum of a data sample of any kind, by which a resume verifies that a stream gives the same next sample."""
+"""A checksum of tensors and samples of any kind: equal where types, shapes and bits are equal.
+
+Compares replicas, transfers and first samples between ranks, and verifies on resume that a stream goes on with the
+same sample; checkpoints keep that digest, so its bytes must not change.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from worker.model.pytree import Targets
 
-def sample_checksum(sample: Any) -> str:
-    """Equal for equal tensors, arrays, numbers, texts and collections of them; of other objects only the type counts."""
+
+def checksum(value: Any) -> str:
+    """BLAKE2b, 128 bits in hex, of a tensor, array, number, string, None, or a collection of them.
+
+    Of any other object only the type counts.
+    """
     digest = hashlib.blake2b(digest_size=16)
-    _update_digest(digest, sample)
+    _update_digest(digest, value)
     return digest.hexdigest()
 
 
@@ -27,6 +36,8 @@ def _update_digest(digest: Any, value: Any) -> None:
         digest.update(f"[{len(value)}".encode())
         for part in value:
             _update_digest(digest, part)
+    elif isinstance(value, Targets):
+        _update_digest(digest, value.tensors)
     elif isinstance(value, torch.Tensor):
         tensor = value.detach().cpu().contiguous()
         digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())

@@ -42,8 +42,8 @@ def make_dataset(data: Data, *, seed: int) -> Any:
         made = _select_split(made, data)
     if not _is_map_style(made) and not is_stream(made):
         raise FactoryError(
-            f"data {data.factory!r} returned {type(made).__name__}, which cannot tell {_missing_method(made)}: return a map-style "
-            "data set, or what can be iterated"
+            f"data {data.factory!r} returned {type(made).__name__}, which cannot tell {_missing_method(made)}: "
+            "return a map-style data set, or what can be iterated"
         )
     return _with_torch_format(made, data)
 

@@ -140,7 +140,8 @@ def _target_name(sample: Mapping[str, Any]) -> str:
     if len(found) != 1:
         raise ValueError(
             f"a sample of the data set is a dict of {', '.join(map(str, sample))}, and the job's loss wants one target: "
-            f"name it {' or '.join(TARGET_NAMES)}, return (dict, target), or leave out `loss` where the model returns its own"
+            f"name it {' or '.join(TARGET_NAMES)}, return (dict, target), or leave out `loss` where the model returns its "
+            "own"
         )
     return found[0]
 

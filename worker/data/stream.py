@@ -19,7 +19,7 @@ import torch
 
 from worker.contract.failures import AttemptFailure
 from worker.contract.reasons import Reason
-from worker.data.checksum import sample_checksum
+from worker.data.checksum import checksum
 from worker.model.rng import RNG_LOCK, derive_seed, seeded
 
 log = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ class Stream:
             self._peek()
         except DataEndedError:
             return None
-        return sample_checksum(self._peeked[0])
+        return checksum(self._peeked[0])
 
     def _next(self) -> Any:
         self._peek()
@@ -256,7 +256,7 @@ class Stream:
             )
 
     def _skip_to(self, position: int) -> None:
-        began = told = time.monotonic()
+        began = last_logged = time.monotonic()
         first = self._position
         while self._position < position:
             self._next()
@@ -268,8 +268,8 @@ class Stream:
                     f"{done} of {of} samples of data {self._name} were passed over in {self._skip_limit_s:.0f} s: raise "
                     "data.skip_limit_s, or give the data set state_dict() and load_state_dict()",
                 )
-            if now - told > _LOG_EVERY_S:
-                told = now
+            if now - last_logged > _LOG_EVERY_S:
+                last_logged = now
                 log.warning("data %s: %d of %d samples passed over", self._name, done, of)
 
 

@@ -110,7 +110,8 @@ def main() -> int:
     """Run the attempt named by the environment; 0 when it succeeded or was cancelled."""
     mask = mask_output()
     set_up_logging(
-        level=os.environ.get("SLOTLINE_LOG_LEVEL", "INFO"), form=os.environ.get("SLOTLINE_LOG_FORMAT", "text")
+        level=os.environ.get("SLOTLINE_LOG_LEVEL", "INFO"),
+        log_format=os.environ.get("SLOTLINE_LOG_FORMAT", "text"),
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
     termination = SigtermHandler()

@@ -90,7 +90,7 @@ class MeshParallelism:
 def mesh_parallelisms(job: Job, nodes: Iterable[tuple[str, str]]) -> tuple[MeshParallelism, ...]:
     """The parallelism of each mesh where meshes are heterogeneous or tensor parallel; else none. `nodes` has mesh and node
     of each worker."""
-    if not job.unlike and job.resources.tensor == 1:
+    if not job.heterogeneous and job.resources.tensor == 1:
         return ()
     nodes_of: dict[str, list[str]] = {}
     for mesh, node in nodes:
@@ -176,7 +176,7 @@ def plan_evaluation(
         return {}
     (edges,) = gang.call(
         "evaluation_edges",
-        planned.begins,
+        planned.stage_starts,
         workers=gang.workers[:1],
         phase=Phase.PREPARE,
         what="cutting the evaluated model",

@@ -109,9 +109,9 @@ class Planner:
         self._reporter.event(
             "planned",
             f"{planned.plan['chosen']}{planned.provenance}: {planned.microbatches} microbatches, "
-            f"{len(planned.begins)} stages, "
+            f"{len(planned.stage_starts)} stages, "
             f"makespan {planned.plan['makespan_s']:.4g} s, step {planned.step_s:.4g} s, "
-            f"bubble {planned.plan['bubble_ratio']:.1%}, stages begin at {', '.join(planned.begins)}"
+            f"bubble {planned.plan['bubble_ratio']:.1%}, stages begin at {', '.join(planned.stage_starts)}"
             + (
                 f"; actions take {planned.slowdown:.2f} times as long as alone: workers share processor cores"
                 if planned.slowdown > 1
@@ -173,12 +173,12 @@ class Planner:
 
     def _check_batch_sharding(self, planned: PlannedJob) -> None:
         """Check that parts of a batch-sharded tensor mean the same in heterogeneous meshes."""
-        if not self._job.unlike:
+        if not self._job.heterogeneous:
             return
         workers_of_stage = [self._job.dp_sizes[int(mesh[1:])] for mesh in planned.mesh_of_stage]
         self._call_first(
             "check_batch_sharding",
-            planned.begins,
+            planned.stage_starts,
             workers_of_stage,
             what="comparing what meshes of unlike sizes mean by their parts of a tensor",
         )

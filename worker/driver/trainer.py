@@ -137,7 +137,7 @@ class Trainer:
         nodes = len({a.node for a in gang.addresses})
         self._reporter.event("placed", f"{len(gang.workers)} workers on {nodes} node(s)")
         self._reporter.event("versions", installed_versions())
-        if device == "cuda" and (job.resources.tensor > 1 or job.unlike):
+        if device == "cuda" and (job.resources.tensor > 1 or job.heterogeneous):
             self._reporter.event("not_yet_run_on_gpus", UNTESTED_ON_GPUS)
 
     def _checkpoints(self) -> Checkpoints:
@@ -197,7 +197,7 @@ class Trainer:
             self._reporter.event("checkpoint", f"training waits while checkpoints are written: {shortfall}")
 
     def _check(self) -> None:
-        check_replicas(self._gang, heterogeneous=self._job.unlike)
+        check_replicas(self._gang, heterogeneous=self._job.heterogeneous)
         self._launch.end_phase("check")
 
     def _warm_up(self, step: int) -> None:
@@ -245,7 +245,7 @@ class Trainer:
         gang, profiles = self._gang, self._planner.profiles
         step = step_flops(
             [(address.mesh, own) for address, own in zip(gang.addresses, profiles, strict=True)],
-            begins=planned.begins,
+            begins=planned.stage_starts,
             mesh_of_stage=planned.mesh_of_stage,
             microbatches=planned.microbatches,
         )
@@ -268,7 +268,7 @@ def _load_calls(
     first = gang.workers[0]  # has all parameters; the others wait for theirs, so it gives before it loads
     # those of model.weights every worker reads for itself
     weights = {
-        mesh.name: first.weights.remote(planned.begins, planned.stages_of(mesh.name))
+        mesh.name: first.weights.remote(planned.stage_starts, planned.stages_of(mesh.name))
         for mesh in gang.meshes
         if any(worker is not first for worker in mesh.workers) and not own_weights
     }

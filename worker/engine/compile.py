@@ -31,8 +31,8 @@ from worker.engine.engine import Engine
 from worker.engine.forward import compute_context, drop_casts
 from worker.engine.routes import ModelInput, StageWiring
 from worker.engine.stage import StageRunner
+from worker.model.parity import Tolerance, compare, gradient_floor, tolerance_for
 from worker.model.rng import ReseedBeforeOp, is_random_op
-from worker.model.tolerance import Tolerance, gradient_floor, relative_distance, tolerance_for
 
 _PIECE_PREFIX = "piece_"
 _MIN_OPERATIONS = 2
@@ -479,7 +479,7 @@ def _compare_outcomes(expected: _Outcome, found: _Outcome, tolerance: Tolerance)
     ):
         for one, other in zip(model, compiled, strict=True):
             _check_close(what, one, other, 0.0, allowed)
-    least = gradient_floor(one for one in expected.gradients if one is not None)
+    floor = gradient_floor(one for one in expected.gradients if one is not None)
     for one, other in zip(expected.gradients, found.gradients, strict=True):
         if one is None and other is None:
             continue
@@ -487,20 +487,17 @@ def _compare_outcomes(expected: _Outcome, found: _Outcome, tolerance: Tolerance)
             raise _MismatchError(
                 "compiled, a parameter gets a gradient where it gets none as traced, or the reverse"
             )
-        _check_close("a gradient", one, other, least, tolerance.gradients)
+        _check_close("a gradient", one, other, floor, tolerance.gradients)
 
 
-def _check_close(what: str, one: Tensor, other: Tensor, least: float, allowed: float) -> None:
+def _check_close(what: str, one: Tensor, other: Tensor, floor: float, allowed: float) -> None:
     if one.shape != other.shape or one.dtype != other.dtype:
         raise _MismatchError(
             f"compiled, {what} is {list(other.shape)} {other.dtype}, as traced {list(one.shape)} {one.dtype}"
         )
-    apart = relative_distance(one, other, least)
-    if apart > allowed:
-        raise _MismatchError(
-            f"compiled, {what} of shape {list(one.shape)} differs by {apart:.3g} of its size (at most {allowed:g} is "
-            "rounding)"
-        )
+    distance = compare(one, other, allowed, floor)
+    if not distance.is_rounding:
+        raise _MismatchError(f"compiled, {what} of shape {list(one.shape)} differs by {distance}")
 
 
 def _random_like(like: Tensor, generator: torch.Generator) -> Tensor:

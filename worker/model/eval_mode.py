@@ -71,7 +71,7 @@ class EvaluationStages:
 
     `own` are buffers that are no trained stage's (module, name, the trained stage's buffer): an evaluation begins with
     what that holds, and leaves it alone. `alone` are those that a checkpoint holds and that training does not use, by
-    their names in the model. `form` is that of what the evaluated model returns.
+    their names in the model. `tree_spec` is that of what the evaluated model returns.
     """
 
     stages: dict[int, StageModule]
@@ -79,7 +79,7 @@ class EvaluationStages:
     tied: dict[str, tuple[int, ...]]
     own: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
     alone: dict[str, Tensor] = field(default_factory=dict)
-    form: TreeSpec | None = None
+    tree_spec: TreeSpec | None = None
 
     @torch.no_grad()
     def begin(self) -> list[Tensor]:
@@ -90,7 +90,7 @@ class EvaluationStages:
 
 
 def evaluation_stage_starts(
-    trained: Sequence[str], begins: Sequence[str], evaluated: Sequence[str]
+    trained: Sequence[str], stage_starts: Sequence[str], evaluated: Sequence[str]
 ) -> list[str]:
     """The layers of the evaluated model that begin the stages of a cut of the trained one.
 
@@ -98,7 +98,7 @@ def evaluation_stage_starts(
     CutError for a stage of which nothing is left.
     """
     known, found = set(evaluated), [evaluated[0]]
-    for stage, name in enumerate(resolve_stage_starts(trained, begins)[1:], start=1):
+    for stage, name in enumerate(resolve_stage_starts(trained, stage_starts)[1:], start=1):
         left = (layer for layer in trained[trained.index(name) :] if layer in known)
         first = next(left, None)
         if first is None or evaluated.index(first) <= evaluated.index(found[-1]):
@@ -111,11 +111,13 @@ def evaluation_stage_starts(
 
 
 def evaluation_edges(
-    models: Mapping[int, TracedModel], begins: Mapping[int, Sequence[str]]
+    models: Mapping[int, TracedModel], stage_starts: Mapping[int, Sequence[str]]
 ) -> list[EvaluationEdge]:
     """The edges of a cut, in the order in which programs count them; `models` by how many workers share a microbatch,
     this worker's own first."""
-    found = [model.builder(_start_indices(model, begins[size])).edges() for size, model in models.items()]
+    found = [
+        model.builder(_start_indices(model, stage_starts[size])).edges() for size, model in models.items()
+    ]
     names = [[(edge.source, edge.target, edge.tensor) for edge in edges] for edges in found]
     if any(other != names[0] for other in names):
         raise CutError(
@@ -136,25 +138,25 @@ def evaluation_edges(
 
 def evaluation_stages(
     traced: TracedModel,
-    begins: Sequence[str],
+    stage_starts: Sequence[str],
     trained: Mapping[int, StageModule],
     *,
     device: str,
     own_statistics: bool,
-    alike: Callable[[StageModule], StageModule] = lambda stage: stage,
+    share: Callable[[StageModule], StageModule] = lambda stage: stage,
 ) -> EvaluationStages:
     """The stages of a cut that a mesh runs, which has `trained`; their parameters and buffers are those of `trained`.
 
-    Buffers that an evaluation changes are its own, and with `own_statistics` those that training changes. `alike` makes
+    Buffers that an evaluation changes are its own, and with `own_statistics` those that training changes. `share` makes
     of each stage what uses the parameters as `trained` has them. Raises
     CutError for a parameter that no trained stage of this mesh holds.
     """
-    builder = traced.builder(_start_indices(traced, begins))
-    found = EvaluationStages({}, builder.edges(), builder.tied(), form=traced.form)
+    builder = traced.builder(_start_indices(traced, stage_starts))
+    found = EvaluationStages({}, builder.edges(), builder.tied(), tree_spec=traced.tree_spec)
     held = _trained_tensors(trained.values())
     changed = {s.tensor_names[local] for s in trained.values() for local in s.updated_buffers}
     for index in trained:
-        stage = alike(builder.stage(index))
+        stage = share(builder.stage(index))
         found.own += _tie_to_trained(stage, held, changed if own_statistics else set())
         found.stages[index] = stage.to(device)
         found.alone |= {
@@ -163,8 +165,8 @@ def evaluation_stages(
     return found
 
 
-def _start_indices(traced: TracedModel, begins: Sequence[str]) -> set[int]:
-    return {traced.layers.index(name) for name in begins}
+def _start_indices(traced: TracedModel, stage_starts: Sequence[str]) -> set[int]:
+    return {traced.layers.index(name) for name in stage_starts}
 
 
 def _trained_tensors(stages: Iterable[StageModule]) -> dict[str, Tensor]:

@@ -246,7 +246,7 @@ class TracedModel:
     `joined` leads from a module that cannot begin a stage to the buffer, updated by forward, that it
     shares with an earlier module. The model itself checkpoints something in each layer of `checkpointed`. `aliases` are
     all names of a parameter or buffer that has several, by the one that it has here.
-    `notes` are what to tell of how it was traced. `form` is that of what the model returns, None for one tensor.
+    `notes` are what to tell of how it was traced. `tree_spec` is that of what the model returns, None for one tensor.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class TracedModel:
         checkpointed: frozenset[str] = frozenset(),
         aliases: Mapping[str, tuple[str, ...]] | None = None,
         notes: Sequence[str] = (),
-        form: TreeSpec | None = None,
+        tree_spec: TreeSpec | None = None,
     ) -> None:
         self.placed = placed
         self.example_inputs = example_inputs
@@ -265,31 +265,31 @@ class TracedModel:
         self.checkpointed = checkpointed
         self.aliases = aliases or {}
         self.notes = tuple(notes)
-        self.form = form
+        self.tree_spec = tree_spec
 
     @property
     def layers(self) -> list[str]:
         """Names of the modules that may begin a stage, in execution order."""
         return list(self.placed.layers)
 
-    def cut(self, begins: Sequence[str], *, keep: Collection[int] | None = None) -> StageGraph:
+    def cut(self, stage_starts: Sequence[str], *, keep: Collection[int] | None = None) -> StageGraph:
         """The stages that begin at the named layers; the first layer always begins one.
 
         Weights are copied from the model as they are now, for the stages in `keep` only (all by
         default). Raises CutError for names that are unknown or out of order.
         """
-        for name in begins:
+        for name in stage_starts:
             if name in self.joined:
                 raise CutError(
                     f"module {name!r} cannot begin a stage: it shares buffer {self.joined[name]!r}, which forward "
                     "updates, with an earlier module; give each its own, or cut elsewhere"
                 )
-        starts = {self.placed.layers.index(name) for name in resolve_stage_starts(self.layers, begins)}
+        starts = {self.placed.layers.index(name) for name in resolve_stage_starts(self.layers, stage_starts)}
         return self.builder(starts).graph(keep)
 
-    def parameters(self, begins: Sequence[str], stages: Collection[int]) -> list[str]:
+    def parameters(self, stage_starts: Sequence[str], stages: Collection[int]) -> list[str]:
         """The original names of the parameters of some stages of a cut."""
-        starts = {self.placed.layers.index(name) for name in resolve_stage_starts(self.layers, begins)}
+        starts = {self.placed.layers.index(name) for name in resolve_stage_starts(self.layers, stage_starts)}
         builder = self.builder(starts)
         return list(dict.fromkeys(name for stage in stages for name in builder.parameters(stage)))
 

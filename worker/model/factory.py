@@ -132,13 +132,13 @@ def check_patterns_match(
     idle = [pattern for pattern in patterns if not any(pattern_matches(pattern, name) for name in names)]
     if not idle:
         return
-    told = [f"{pattern!r}{_pattern_hint(pattern, names, aliases)}" for pattern in idle]
+    unmatched = [f"{pattern!r}{_pattern_hint(pattern, names, aliases)}" for pattern in idle]
     shown = ", ".join(list(names)[:_MAX_NAMES_SHOWN]) + (
         f" and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else ""
     )
     raise ModelError(
-        f"{field}: no parameter is called {', '.join(told)}; a star stands for any characters, dots too, and re: begins "
-        f"a regular expression. The names are {shown or 'none'}"
+        f"{field}: no parameter is called {', '.join(unmatched)}; a star stands for any characters, dots too, and "
+        f"re: begins a regular expression. The names are {shown or 'none'}"
     )
 
 

@@ -181,8 +181,8 @@ def find_dependence(
     if moved.others and any(differs(None) for _ in range(_RERUNS)):
         (name, attribute), *_ = moved.others
         return (
-            f"the attribute {attribute!r} of {_module_label(model, name)}, it seems, which forward itself changes and a trace "
-            "keeps as it was: keep it in a buffer and compute with tensors"
+            f"the attribute {attribute!r} of {_module_label(model, name)}, it seems, which forward itself changes and a "
+            "trace keeps as it was: keep it in a buffer and compute with tensors"
         )
     modules = dict(model.named_modules())
     for (name, attribute), value in moved.numbers.items():
@@ -191,8 +191,8 @@ def find_dependence(
                 setattr(modules[name], attribute, value + ahead)
                 if differs(None):
                     return (
-                        f"the number {attribute!r} of {_module_label(model, name)}, which forward itself changes and a trace "
-                        "keeps as it was: keep it in a buffer and compute with tensors"
+                        f"the number {attribute!r} of {_module_label(model, name)}, which forward itself changes "
+                        "and a trace keeps as it was: keep it in a buffer and compute with tensors"
                     )
         finally:
             setattr(modules[name], attribute, value)

@@ -24,10 +24,9 @@ WHOLE_OUTPUT = "*"
 
 
 class ModelInterface:
-    """How a model was adapted; `form` is that of the result of its last call, None where it is one tensor; `notes` are what
-    to tell of it."""
+    """How a model was adapted: the TreeSpec of its last result (None for one tensor), and notes for people."""
 
-    form: TreeSpec | None = None
+    tree_spec: TreeSpec | None = None
     notes: Sequence[str] = ()
 
 
@@ -60,7 +59,7 @@ def adapt_model(
             result = original(**given) if keywords else original(*inputs)
         finally:
             running = False
-        chosen, interface.form = _select_output(result, type(model).__name__, output, own_loss)
+        chosen, interface.tree_spec = _select_output(result, type(model).__name__, output, own_loss)
         return chosen
 
     if keywords:  # what the graph calls its inputs
@@ -98,10 +97,10 @@ def _named_output(
             raise TraceError(f"{returned}, none of them named {output!r}: correct model.output")
     if isinstance(part, Tensor):
         return part, None
-    tensors, form = flatten_tree(part)
+    tensors, tree_spec = flatten_tree(part)
     if not tensors:
         raise TraceError(f"{returned}, and {output!r} is no tensor and holds none: correct model.output")
-    return tensors, form
+    return tensors, tree_spec
 
 
 def _own_loss_output(found: Mapping[str, Tensor], returned: str, output: str | None) -> Tensor:

@@ -49,7 +49,7 @@ class Targets:
     """
 
     tensors: tuple[Tensor, ...]
-    form: TreeSpec
+    tree_spec: TreeSpec
 
     @classmethod
     def of(cls, target: Any, inputs: Any = None) -> Targets:
@@ -58,11 +58,11 @@ class Targets:
     @property
     def target(self) -> Any:
         """As the data set gives it, stacked."""
-        return self.form.unflatten(self.tensors)[0]
+        return self.tree_spec.unflatten(self.tensors)[0]
 
     @property
     def inputs(self) -> Any:
-        return self.form.unflatten(self.tensors)[1]
+        return self.tree_spec.unflatten(self.tensors)[1]
 
     @property
     def is_cuda(self) -> bool:
@@ -74,15 +74,15 @@ class Targets:
 
     def __getitem__(self, rows: slice) -> Targets:
         """Those of some samples."""
-        return Targets(tuple(tensor[rows] for tensor in self.tensors), self.form)
+        return Targets(tuple(tensor[rows] for tensor in self.tensors), self.tree_spec)
 
     def to(self, *args: Any, **options: Any) -> Targets:
         """As Tensor.to."""
-        return Targets(tuple(tensor.to(*args, **options) for tensor in self.tensors), self.form)
+        return Targets(tuple(tensor.to(*args, **options) for tensor in self.tensors), self.tree_spec)
 
     def pin_memory(self) -> Targets:
         """As Tensor.pin_memory."""
-        return Targets(tuple(tensor.pin_memory() for tensor in self.tensors), self.form)
+        return Targets(tuple(tensor.pin_memory() for tensor in self.tensors), self.tree_spec)
 
 
 Target = Tensor | Targets
@@ -122,8 +122,8 @@ def flatten_tree(value: Any) -> tuple[tuple[Tensor, ...], TreeSpec]:
             return LeafSpec(len(tensors) - 1)
         return found if found is None or isinstance(found, bool | int | float | str) else None
 
-    form = TreeSpec(_map_tree(value, leaf), tuple(name for name, _ in named_leaves(value)))
-    return tuple(tensors), form
+    tree_spec = TreeSpec(_map_tree(value, leaf), tuple(name for name, _ in named_leaves(value)))
+    return tuple(tensors), tree_spec
 
 
 def named_leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:

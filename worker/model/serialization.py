@@ -48,7 +48,7 @@ def serialize_model(traced: TracedModel) -> bytes:
         "joined": dict(traced.joined),
         "checkpointed": traced.checkpointed,
         "aliases": dict(traced.aliases),
-        "form": traced.form,
+        "form": traced.tree_spec,
     }
     out = io.BytesIO()
     _GraphPickler(out, protocol=5).dump(content)
@@ -84,7 +84,7 @@ def deserialize_model(data: bytes) -> TracedModel:
         content["joined"],
         content["checkpointed"],
         content["aliases"],
-        form=content["form"],
+        tree_spec=content["form"],
     )
 
 

@@ -105,7 +105,7 @@ def _heterogeneous_profiles(
     job: Job, device: str, counts: Sequence[int], network: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The profiles of meshes of unlike sizes, each by a worker that has the samples of one of them."""
-    if not job.unlike:
+    if not job.heterogeneous:
         return {}
     found = []
     kinds = list(zip(job.mesh_sizes, job.tensors, strict=True))

@@ -28,7 +28,7 @@ def main() -> int:
         request = json.loads(sys.stdin.read())
         planned = parse_planned_job(request["planned"])
         proof = prove(
-            Job.from_json(request["job"]), lambda _: planned, request["steps"], told=_print_progress
+            Job.from_json(request["job"]), lambda _: planned, request["steps"], report=_print_progress
         )
         answer = {"proof": proof.to_json()}
     except Exception as error:

@@ -13,13 +13,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from worker.model.tolerance import MIN_GRADIENT_SHARE, Tolerance, gradient_floor, relative_distance, rms
+from worker.model.parity import (
+    LEARNING_RATE_TOLERANCE,
+    MIN_GRADIENT_SHARE,
+    UPDATE_ROUNDINGS,
+    UPDATE_TOLERANCE,
+    Distance,
+    Tolerance,
+    compare,
+    compare_numbers,
+    gradient_floor,
+    gradient_pair,
+    rms,
+)
 from worker.verify.plain import PlainStep
 from worker.verify.recorder import BackwardSlot, StepRecord, probe_norm
-
-# A parameter after a step may differ by this part of the step, and by the rounding of its own type.
-_UPDATE_TOLERANCE = 1e-4
-_MAX_ROUNDINGS = 4
 
 
 class DifferenceFound(Exception):
@@ -32,9 +40,13 @@ class WorstDistances:
 
     kinds: dict[str, tuple[int, float, float]] = field(default_factory=dict)
 
-    def add(self, kind: str, apart: float, allowed: float) -> None:
-        count, most, _ = self.kinds.get(kind, (0, 0.0, allowed))
-        self.kinds[kind] = (count + 1, max(most, apart), allowed)
+    def add(self, kind: str, distance: Distance) -> None:
+        count, most, _ = self.kinds.get(kind, (0, 0.0, distance.allowed))
+        self.kinds[kind] = (count + 1, max(most, distance.apart), distance.allowed)
+
+    def add_exact(self, kind: str, equal: bool) -> None:
+        """Count a comparison that allows no rounding."""
+        self.add(kind, Distance(0.0 if equal else 1.0, 0.0))
 
 
 @dataclass(frozen=True)
@@ -90,11 +102,11 @@ def compare_initial(
                     raise DifferenceFound(f"{holder.place(name)} holds {name!r}, which the model has not")
                 wanted = holder.part(name, expected[name].detach())
                 same = torch.equal(tensor.detach().cpu(), wanted)
-                worst.add(kind, 0.0 if same else 1.0, 0.0)
+                worst.add_exact(kind, same)
                 if not same:
                     raise DifferenceFound(
                         f"before the first step: {name!r} of {holder.place(name)} does not begin with the model's "
-                        f"values (apart by {relative_distance(wanted, tensor.detach().cpu(), 0.0):.3g} of "
+                        f"values (apart by {compare(wanted, tensor.detach().cpu(), 0.0).apart:.3g} of "
                         "its size)"
                     )
 
@@ -102,7 +114,7 @@ def compare_initial(
 def check_transfers(step: int, record: StepRecord, worst: WorstDistances) -> None:
     """What a stage used is what another left to be sent, bit for bit."""
     for passed in record.transfer_checks():
-        worst.add("transfers", 0.0 if passed.intact else 1.0, 0.0)
+        worst.add_exact("transfers", passed.intact)
     if changed := [str(passed) for passed in record.transfer_checks() if not passed.intact]:
         raise DifferenceFound(
             f"step {step}: what was sent is not what was used: {changed[0]}"
@@ -126,10 +138,10 @@ class StepComparison:
         *,
         clip: float | None,
         first_forward: Callable[[int, int], str],
-        unlike: bool = False,
+        heterogeneous: bool = False,
     ) -> None:
-        """`unlike`: meshes share a microbatch among unlike numbers of workers."""
-        self._heterogeneous = unlike
+        """`heterogeneous`: meshes share a microbatch among unlike numbers of workers."""
+        self._heterogeneous = heterogeneous
         self._step, self._plain, self._pipeline = step, plain, pipeline
         self._holders, self._tolerance, self._worst = holders, tolerance, worst
         self._clip, self._first_forward = clip, first_forward
@@ -143,9 +155,11 @@ class StepComparison:
             if at not in self._pipeline.losses:
                 raise self._different(f"microbatch {microbatch} of worker {worker} has no loss")
             found = self._pipeline.losses[at]
-            apart = relative_distance(torch.tensor(expected).double(), torch.tensor(found).double(), 0.0)
-            self._worst.add("losses", apart, self._tolerance.values)
-            if apart > self._tolerance.values:
+            distance = compare(
+                torch.tensor(expected).double(), torch.tensor(found).double(), self._tolerance.values
+            )
+            self._worst.add("losses", distance)
+            if not distance.is_rounding:
                 raise self._different(
                     f"the loss of microbatch {microbatch} is {found:.8g} in the pipeline and {expected:.8g} in the "
                     f"plain model; made by {self._first_forward(worker, microbatch)}"
@@ -165,26 +179,25 @@ class StepComparison:
                 f"{lost[0]!r} is in no stage, and in the plain model it has a gradient"
                 + (f", and {len(lost) - 1} more" if len(lost) > 1 else "")
             )
-        least = gradient_floor(plain.values())
+        floor = gradient_floor(plain.values())
         coefficient = self._coefficient(self._pipeline.norm)
         for name, at in self._backwards():
             holder = self._holders[at]
-            expected, found = plain.get(name), self._pipeline.gradients[at].get(name)
-            if expected is None and found is None:
+            clipped = self._pipeline.gradients[at].get(name)
+            pair = gradient_pair(plain.get(name), None if clipped is None else clipped.cpu() / coefficient)
+            if pair is None:
                 continue
-            expected = torch.zeros_like(found) if expected is None else expected
-            found = torch.zeros_like(expected) if found is None else found.cpu() / coefficient
-            apart = relative_distance(expected, found, least)
-            self._worst.add("gradients", apart, self._tolerance.gradients)
-            if apart > self._tolerance.gradients:
-                raise self._different(self._about_gradient(holder, name, expected, found, apart, least))
+            distance = compare(*pair, self._tolerance.gradients, floor)
+            self._worst.add("gradients", distance)
+            if not distance.is_rounding:
+                raise self._different(self._about_gradient(holder, name, *pair, distance, floor))
         self._check_norm()
 
     def check_rate(self) -> None:
         for mesh, rate in self._pipeline.learning_rates.items():
-            apart = abs(rate - self._plain.learning_rate) / (abs(self._plain.learning_rate) or 1.0)
-            self._worst.add("learning rates", apart, 1e-9)
-            if apart > 1e-9:
+            distance = compare_numbers(self._plain.learning_rate, rate, LEARNING_RATE_TOLERANCE)
+            self._worst.add("learning rates", distance)
+            if not distance.is_rounding:
                 raise self._different(
                     f"the learning rate on {mesh} is {rate:.8g}, in the plain model {self._plain.learning_rate:.8g}"
                 )
@@ -197,12 +210,11 @@ class StepComparison:
                 was = holder.part(name, before[name])
                 moved = rms(expected - was)
                 eps = torch.finfo(expected.dtype).eps if expected.is_floating_point() else 0.0
-                allowed = _UPDATE_TOLERANCE * moved + _MAX_ROUNDINGS * eps * rms(expected)
+                allowed = UPDATE_TOLERANCE * moved + UPDATE_ROUNDINGS * eps * rms(expected)
                 difference = rms(found - expected)
                 apart = difference / moved if moved else (math.inf if difference > allowed else 0.0)
-                self._worst.add(
-                    "parameters after the step", apart if difference > allowed else 0.0, _UPDATE_TOLERANCE
-                )
+                beyond = apart if difference > allowed else 0.0
+                self._worst.add("parameters after the step", Distance(beyond, UPDATE_TOLERANCE))
                 if difference > allowed or not math.isfinite(difference):
                     still = moved and rms(found - was) == 0.0
                     what = (
@@ -215,16 +227,16 @@ class StepComparison:
     def check_buffers(self, buffers: Sequence[Mapping[str, Tensor]]) -> None:
         for holder in self._holders:
             for name, tensor in holder.buffers.items():
-                expected = buffers[holder.rows % len(buffers)].get(
-                    name
-                )  # of unlike meshes nothing updates any
+                # heterogeneous meshes have no buffers that a forward updates
+                expected = buffers[holder.rows % len(buffers)].get(name)
                 if expected is None:
                     continue
-                apart = relative_distance(expected, tensor.detach().cpu(), 0.0)
-                self._worst.add("buffers", apart, self._tolerance.values)
-                if apart > self._tolerance.values:
+                distance = compare(expected, tensor.detach().cpu(), self._tolerance.values)
+                self._worst.add("buffers", distance)
+                if not distance.is_rounding:
                     raise self._different(
-                        f"buffer {name!r} differs by {apart:.3g} of its size after the forwards of {holder.place(name)}"
+                        f"buffer {name!r} differs by {distance.apart:.3g} of its size after the forwards of "
+                        f"{holder.place(name)}"
                     )
 
     def check_skipped(self) -> None:
@@ -264,19 +276,24 @@ class StepComparison:
     def _check_norm(self) -> None:
         if self._pipeline.norm is None:
             return
-        apart = abs(self._pipeline.norm - self._plain.norm) / (self._plain.norm or 1.0)
-        allowed = self._tolerance.gradients
-        self._worst.add("gradient norms", apart, allowed)
-        if apart > allowed:
+        distance = compare_numbers(self._plain.norm, self._pipeline.norm, self._tolerance.gradients)
+        self._worst.add("gradient norms", distance)
+        if not distance.is_rounding:
             raise self._different(
                 f"the norm of all gradients is {self._pipeline.norm:.8g} in REDUCE, and {self._plain.norm:.8g} in the "
                 "plain model, though each gradient is equal: one is counted twice, or not"
             )
 
     def _about_gradient(
-        self, holder: WorkerState, name: str, expected: Tensor, found: Tensor, apart: float, least: float
+        self,
+        holder: WorkerState,
+        name: str,
+        expected: Tensor,
+        found: Tensor,
+        distance: Distance,
+        floor: float,
     ) -> str:
-        share = _scale_factor(expected, found, self._tolerance.gradients, least)
+        share = _scale_factor(expected, found, self._tolerance.gradients, floor)
         coefficient = self._coefficient(self._pipeline.norm)
         slots = self._slots(name)
         if not slots and share is not None and math.isclose(share * coefficient, 1.0, rel_tol=1e-2):
@@ -287,8 +304,7 @@ class StepComparison:
             made = f"REDUCE on {holder}, since what every backward added to it is equal"
         times = "" if share is None else f"; it is {share:.4g} times the plain model's"
         return (
-            f"the gradient of {name!r} of {holder.place(name)} differs by {apart:.3g} of its size (at most "
-            f"{self._tolerance.gradients:g} is rounding){times}; made by {made}"
+            f"the gradient of {name!r} of {holder.place(name)} differs by {distance}{times}; made by {made}"
         )
 
     def _slots(self, name: str) -> list[BackwardSlot]:
@@ -318,14 +334,14 @@ class StepComparison:
         return (0 if self._heterogeneous else rows, microbatch)
 
 
-def _scale_factor(expected: Tensor, found: Tensor, tolerance: float, least: float) -> float | None:
+def _scale_factor(expected: Tensor, found: Tensor, tolerance: float, floor: float) -> float | None:
     """The number that `found` is `expected` times, where there is one."""
     expected, found = expected.double().flatten(), found.double().flatten()
     whole = float(expected @ expected)
-    if not whole or rms(expected) < least or not math.isfinite(whole):
+    if not whole or rms(expected) < floor or not math.isfinite(whole):
         return None
     share = float(expected @ found) / whole
-    return share if relative_distance(expected * share, found, least) <= tolerance else None
+    return share if compare(expected * share, found, tolerance, floor).is_rounding else None
 
 
 def by_original_name(pairs: Iterable[tuple[str, Tensor]], names: Mapping[str, str]) -> dict[str, Tensor]:

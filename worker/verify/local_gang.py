@@ -132,8 +132,8 @@ class LocalGang:
             worker.trace(planned.microbatches)  # nothing to do, unless the graph could not be sent
         for traced in first.traced_for_other_sizes:
             look(traced)
-        first.check_batch_sharding(planned.begins, [sizes[mesh] for mesh in planned.mesh_of_stage])
-        edges = first.evaluation_edges(planned.begins) if evaluation else ()
+        first.check_batch_sharding(planned.stage_starts, [sizes[mesh] for mesh in planned.mesh_of_stage])
+        edges = first.evaluation_edges(planned.stage_starts) if evaluation else ()
         self._load(planned, planned_bytes, evaluation(edges) if evaluation else {})
 
     def step(self, number: int) -> list[WorkerStep]:
@@ -192,7 +192,7 @@ class LocalGang:
             planned_bytes=dict.fromkeys(meshes, planned_bytes),
             evaluation=evaluation,
         )
-        weights = {mesh: first.weights(planned.begins, planned.stages_of(mesh)) for mesh in meshes}
+        weights = {mesh: first.weights(planned.stage_starts, planned.stages_of(mesh)) for mesh in meshes}
         assignment_of = dict(zip(self.workers, assignments, strict=True))
         compiled = self.call(
             lambda worker: worker.load(

@@ -24,7 +24,7 @@ def first_different_forward(
     record: StepRecord,
     probes: Probes,
     *,
-    begins: Sequence[str],
+    stage_starts: Sequence[str],
     mesh_of_stage: Sequence[str],
     sharing: Mapping[str, int],
     at: tuple[int, int, int],
@@ -41,7 +41,7 @@ def first_different_forward(
         size: [plain.rows(step, part, microbatch, size)[0] for part in range(size)] for size in sorted(sizes)
     }
     graphs = {
-        size: trace(plain.model, parts[0], autocast=plain.autocast).cut(begins)
+        size: trace(plain.model, parts[0], autocast=plain.autocast).cut(stage_starts)
         for size, parts in rows.items()
     }
     values = _StageValues(

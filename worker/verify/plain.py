@@ -165,7 +165,7 @@ class PlainModel:
         with autocast, mark_checkpoint_regions():
             with replay_rng(self.model, self._calls, **where, shared=self._shared_draws(where)):
                 output = self.model(*inputs)
-            loss = self._loss.with_output_spec(self._interface.form)
+            loss = self._loss.with_output_spec(self._interface.tree_spec)
             return loss(output, target) * share if share else zero_loss(output)
 
     def _shared_draws(self, where: Mapping[str, int]) -> HeterogeneousDraws | None:

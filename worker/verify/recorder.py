@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from worker.checks.replicas import checksum
 from worker.contract.resharding import Box, ReshardingPlan
+from worker.data.checksum import checksum
 from worker.engine.routes import Route
 from worker.parallel.tensor.shards import TensorParallelShards
 

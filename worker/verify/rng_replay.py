@@ -63,37 +63,38 @@ class HeterogeneousDraws:
 
     def draw(self, call: int, function: Callable, args: tuple, kwargs: Mapping) -> Any:
         """What a kernel returns that draws by shape only: the part that is this worker's of what those of the mesh draw."""
-        mine = self._calls[call]
-        along = self._along(mine)
+        operation = self._calls[call]
+        along = self._along(operation)
         parts = []
-        if mine.call.first:
-            self._states = [self._begun(worker, mine) for worker in range(mine.workers)]
-        for worker in range(mine.workers):
+        if operation.call.first:
+            self._states = [self._begun(worker, operation) for worker in range(operation.workers)]
+        for worker in range(operation.workers):
             self._generator.set_state(self._states[worker])
-            parts.append(_draw_with_shape(function, args, kwargs, mine.shape))
+            parts.append(_draw_with_shape(function, args, kwargs, operation.shape))
             self._states[worker] = self._generator.get_state()
-        length = mine.call.shape[along]
+        length = operation.call.shape[along]
         own = torch.cat(parts, along).narrow(along, self._worker * length, length)
         if _is_in_place(function):
             return args[0].copy_(own)
         return own
 
-    def _begun(self, worker: int, mine: MeshRngOp) -> Tensor:
+    def _begun(self, worker: int, operation: MeshRngOp) -> Tensor:
         state = RandomState(self._seed, worker, torch.device("cpu"))
         state.begin(*self._now)
-        state.restart(mine.call.operation)
+        state.restart(operation.call.operation)
         return self._generator.get_state()
 
-    def _along(self, mine: MeshRngOp) -> int:
-        what, shapes = f"drawn by {mine.call.operation}", (mine.call.shape, mine.shape)
+    def _along(self, operation: MeshRngOp) -> int:
+        what, shapes = f"drawn by {operation.call.operation}", (operation.call.shape, operation.shape)
         try:
-            along = batch_dimension(what, shapes, (self._workers, mine.workers), differentiable=False)
+            along = batch_dimension(what, shapes, (self._workers, operation.workers), differentiable=False)
         except CutError as error:
             raise RngOpMismatchError(str(error)) from None
         if along is None:
             raise RngOpMismatchError(
-                f"{mine.call.operation} in module {mine.call.module!r} draws the same shape {list(mine.shape)} however many "
-                f"rows a worker has: each of {mine.workers} workers draws its own, and no plain model does"
+                f"{operation.call.operation} in module {operation.call.module!r} draws the same shape "
+                f"{list(operation.shape)} however many rows a worker has: each of {operation.workers} "
+                "workers draws its own, and no plain model does"
             )
         return along
 

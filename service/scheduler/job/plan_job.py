@@ -115,8 +115,10 @@ def _plan_with_microbatches(
     limit = given if isinstance(given, int) else None
     names = [f"m{index}" for index in range(job.meshes)]
     sizes, shares = dict(zip(names, job.mesh_sizes, strict=True)), _mesh_parallelism(job, costs)
-    between = costs.network if job.unlike else network_per_worker_pair(costs.network, shares, sums=True)
-    across = CrossMeshAllReduce(between, sizes, alike=not job.unlike)
+    between = (
+        costs.network if job.heterogeneous else network_per_worker_pair(costs.network, shares, sums=True)
+    )
+    across = CrossMeshAllReduce(between, sizes, alike=not job.heterogeneous)
     found = plan_jointly(
         profiles,
         stages=stage_counts(job, len(next(iter(profiles.values())).layers)),
@@ -134,7 +136,9 @@ def _plan_with_microbatches(
         budget_s=budget_s,
         expired=expired,
     )
-    if job.unlike or found.partition.reshardings:  # no message of a worker may wait for another in a circle
+    if (
+        job.heterogeneous or found.partition.reshardings
+    ):  # no message of a worker may wait for another in a circle
         programs = {name: found.plan.program(name) for name in found.plan.programs}
         reshardings = found.partition.reshardings
         forward_only = {
@@ -152,7 +156,7 @@ def _plan_with_microbatches(
 def measured_profile(job: Job, costs: JobCosts, count: int) -> LayerProfile:
     """The profile of so many microbatches; with that of each mesh and how it shares its work, where tensors go otherwise
     than in pairs of workers."""
-    if not job.unlike:
+    if not job.heterogeneous:
         return uniform_profile(costs.profiles[count], _mesh_parallelism(job, costs))
     kinds = list(zip(job.mesh_sizes, job.tensors, strict=True))
     if missing := sorted(kind for kind in {*kinds} if (count, *kind) not in costs.mesh_profiles):

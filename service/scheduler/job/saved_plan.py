@@ -87,7 +87,9 @@ def _model_signatures(job: Job, costs: JobCosts, count: int) -> dict[int, ModelS
     found = {}
     for workers, tensor in kinds:
         profile = (
-            costs.mesh_profiles.get((count, workers, tensor)) if job.unlike else costs.profiles.get(count)
+            costs.mesh_profiles.get((count, workers, tensor))
+            if job.heterogeneous
+            else costs.profiles.get(count)
         )
         if profile is not None:
             found[workers // tensor] = ModelSignature.of_profile(profile, whole=tensor == 1)

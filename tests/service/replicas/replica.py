@@ -28,7 +28,10 @@ def main() -> None:
         Lease.check = _taken  # type: ignore[method-assign]
     settings = Settings()
     set_up_logging(
-        level="INFO", form="text", text="%(asctime)s %(levelname)s %(name)s: %(message)s", clock=None
+        level="INFO",
+        log_format="text",
+        line_format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        time_format=None,
     )
     app = control_plane_app(settings, RayCluster(settings.ray_address or "", timeout_s=5.0))
     with contextlib.suppress(KeyboardInterrupt):

@@ -67,7 +67,7 @@ def test_meshes_that_share_their_matrices_unlike_are_kept_one_by_one(parts, work
     stored = spec.model_dump(mode="json")
     assert JobSpec.model_validate(stored) == spec
     job = Job.from_json(stored)
-    assert job.unlike and job.dp_sizes == tuple(data for data, _ in parts)
+    assert job.heterogeneous and job.dp_sizes == tuple(data for data, _ in parts)
     assert job.tensors == tuple(tensor for _, tensor in parts) and job.tp_size("m1") == parts[1][1]
 
 

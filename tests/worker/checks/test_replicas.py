@@ -13,9 +13,10 @@ from tests.worker.driver.fake_gang import SimpleGang
 from tests.worker.jobs.test_tensor_parallel import on
 from tests.worker.workers import Workers
 from worker.actor import model_host
-from worker.checks.replicas import checksum, named_tensors
+from worker.checks.replicas import named_tensors
 from worker.contract.failures import AttemptFailure
 from worker.contract.reasons import Reason
+from worker.data.checksum import checksum
 from worker.driver.trainer import check_replicas
 
 VECTORS = {"data": {"factory": "odd_jobs:Vectors"}}
@@ -33,7 +34,7 @@ def check(run: Workers) -> None:
         workers=[SimpleNamespace(**{n: remote(w, n) for n in names}) for w in run.workers],
         addresses=[SimpleNamespace(mesh=w._mesh, worker=w._worker) for w in run.workers],
     )
-    check_replicas(gang, heterogeneous=run.workers[0]._job.unlike)
+    check_replicas(gang, heterogeneous=run.workers[0]._job.heterogeneous)
 
 
 def refusal(spec) -> AttemptFailure:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import MISSING, asdict, fields, is_dataclass
+from pathlib import Path
 
 import pytest
 from pydantic_core import PydanticUndefined
 
+import worker.contract
 from service.spec import job as jobs
 from service.spec import job as spec_job
 from service.spec.job import Loader
@@ -159,5 +161,6 @@ def test_a_job_that_cannot_be_read_is_refused_by_the_name_of_the_field(changes, 
 
 
 def test_a_job_is_read_without_torch():
-    code = "import sys, worker.contract.job, worker.contract.reasons, worker.contract.failures, worker.contract.program, worker.actor.device\n"
+    modules = (path.stem for path in Path(worker.contract.__path__[0]).glob("[a-z]*.py"))
+    code = f"import sys, {', '.join(f'worker.contract.{module}' for module in modules)}\n"
     subprocess.run([sys.executable, "-c", code + "assert not {'torch', 'ray'} & {*sys.modules}"], check=True)

@@ -86,12 +86,13 @@ def test_a_trace_context_is_read_and_a_child_stays_in_its_trace():
 
 def test_an_unknown_format_is_refused_by_name():
     with pytest.raises(ValueError, match="SLOTLINE_LOG_FORMAT is 'xml'"):
-        set_up_logging(level="INFO", form="xml")
+        set_up_logging(level="INFO", log_format="xml")
 
 
 def test_a_process_that_is_asked_for_json_writes_nothing_else():
     program = (
-        "import logging; from worker.contract.logs import set_up, bind; set_up(level='INFO', form='json'); bind(job='j');"
+        "import logging; from worker.contract.logs import set_up_logging, bind_process_fields;"
+        "set_up_logging(level='INFO', log_format='json'); bind_process_fields(job='j');"
         "logging.getLogger('a').warning('one'); logging.getLogger('b').info('two')"
     )
     ran = subprocess.run(
@@ -101,10 +102,11 @@ def test_a_process_that_is_asked_for_json_writes_nothing_else():
     assert [(one["message"], one["job"]) for one in found] == [("one", "j"), ("two", "j")]
 
 
-@pytest.mark.parametrize("form", ["text", "json"])
-def test_who_reads_since_a_time_finds_it_at_the_begin_of_a_line_wherever_the_process_runs(form: str):
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_who_reads_since_a_time_finds_it_at_the_begin_of_a_line_wherever_the_process_runs(log_format: str):
     program = (
-        f"import logging; from worker.contract.logs import set_up; set_up(level='INFO', form='{form}');"
+        "import logging; from worker.contract.logs import set_up_logging;"
+        f"set_up_logging(level='INFO', log_format='{log_format}');"
         "logging.getLogger('a').warning('late')"
     )
     before = datetime.now(UTC) - timedelta(seconds=1)  # a line's time is cut to milliseconds

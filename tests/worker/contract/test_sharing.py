@@ -10,7 +10,7 @@ from worker.checks.sharding import check_batch_sharding
 from worker.contract.costs import batch_dimension, global_shape
 from worker.contract.profile import CutError
 from worker.model.export import trace
-from worker.model.tolerance import FULL_PRECISION
+from worker.model.parity import FULL_PRECISION
 
 ROWS, LENGTH, WIDTH = 4, 3, 5
 

@@ -36,7 +36,7 @@ def test_functions_and_classes_of_other_packages_resolve():
         ("worker.examples.gpt", "is no import path: write it as 'package.module:attribute'"),
         ("worker.nothing:build", r"no module 'worker\.nothing'.*code\.working_dir"),
         ("surely_missing_package.models:build", "no module 'surely_missing_package'"),
-        ("worker.examples.gpt:biuld", r"module worker\.model\.gpt has no 'biuld'; it has .*build"),
+        ("worker.examples.gpt:biuld", r"module worker\.examples\.gpt has no 'biuld'; it has .*build"),
         ("torch:float32", "is a dtype, which cannot be called"),
         ("builtins:dict", "returned dict, not a torch.nn.Module"),
     ],
@@ -63,7 +63,7 @@ def test_what_a_factory_or_its_module_raises_is_named(tmp_path, monkeypatch):
 
 def test_the_light_modules_do_not_load_torch():
     code = (
-        "import sys, worker.contract.profile, worker.contract.profile, worker.examples.text, service.scheduler.job.partition\n"
+        "import sys, worker.contract.profile, worker.model.factory, service.scheduler.job.partition\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

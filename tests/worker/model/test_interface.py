@@ -155,14 +155,14 @@ def test_all_tensors_of_a_nest_come_back_in_its_form(shape, output):
     traced = trace(model, (x,))
     (stage,) = traced.cut([]).stages
     made = stage(x)
-    form = pickle.loads(pickle.dumps(interface.form))
-    found = form.unflatten([made[at] for at in stage.model_outputs])
+    tree_spec = pickle.loads(pickle.dumps(interface.tree_spec))
+    found = tree_spec.unflatten([made[at] for at in stage.model_outputs])
     assert type(found) is type(expected)
     names, tensors = zip(*named_leaves(expected), strict=True)
-    assert interface.form.names == names
+    assert interface.tree_spec.names == names
     found_names, found_tensors = zip(*named_leaves(found), strict=True)
     assert found_names == names and all(map(torch.equal, found_tensors, tensors))
-    assert flatten_tree(found)[1] == form
+    assert flatten_tree(found)[1] == tree_spec
 
 
 def test_a_model_that_calls_itself_is_left_alone_inside():

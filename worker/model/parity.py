@@ -1,0 +1,120 @@
+"""Parity checks: the one comparison of two runs that should give equal tensors, and the table of what is rounding.
+
+The distance of two tensors is the RMS of their difference over the RMS of the expected one. The traced graph, the
+sharded stages, the compiled pieces and the pipeline beside its plain model are all compared by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+# A gradient that is small beside the model's largest counts as this part of it.
+MIN_GRADIENT_SHARE = 1e-2
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """The greatest relative RMS distances that count as rounding, of values of the forward and of gradients."""
+
+    values: float
+    gradients: float
+
+
+# A graph makes the same calls as its model, so most tensors are equal bit for bit; a sum over several users of a
+# tensor may run in another order.
+FULL_PRECISION = Tolerance(values=1e-4, gradients=1e-3)
+# Autocast rounds to 8 bits.
+_HALF_PRECISION = Tolerance(values=2e-2, gradients=5e-2)
+# Convolutions on CUDA round to TF32 by default, and their algorithm may change from call to call.
+_TF32 = Tolerance(values=5e-3, gradients=2e-2)
+# A pipeline beside its plain model, fp32 on CPU. In 37 public models rounding was at most 6.4e-7 of a gradient, where
+# the gradients of several users meet.
+PIPELINE_FULL_PRECISION = Tolerance(values=1e-5, gradients=1e-4)
+# A parameter after STEP may differ by this part of what the step changed, and by some roundings of its own dtype.
+UPDATE_TOLERANCE = 1e-4
+UPDATE_ROUNDINGS = 4
+LEARNING_RATE_TOLERANCE = 1e-9
+
+
+def tolerance_for(model: nn.Module, autocast: torch.dtype | None, device: str) -> Tolerance:
+    """The tolerance of a model that computes under `autocast` on a device type."""
+    half = (torch.bfloat16, torch.float16)
+    if autocast in half or any(p.dtype in half for p in model.parameters()):
+        return _HALF_PRECISION
+    return FULL_PRECISION if device == "cpu" else _TF32
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far two tensors are apart, as a part of their size, and how far is still rounding."""
+
+    apart: float
+    allowed: float
+
+    @property
+    def is_rounding(self) -> bool:
+        return self.apart <= self.allowed
+
+    def __str__(self) -> str:
+        return f"{self.apart:.3g} of its size (at most {self.allowed:g} is rounding)"
+
+
+def compare(expected: Tensor, found: Tensor | None, allowed: float, floor: float = 0.0) -> Distance:
+    """The distance of `found` from `expected`, infinite where it is missing or has another shape.
+
+    `floor` is the least that the size of `expected` counts as; see `gradient_floor`.
+    """
+    if found is None or found.shape != expected.shape:
+        return Distance(float("inf"), allowed)
+    return Distance(relative_distance(expected, found, floor), allowed)
+
+
+def compare_numbers(expected: float, found: float, allowed: float) -> Distance:
+    """The distance of two numbers, relative to the expected one; absolute where that is zero."""
+    return Distance(abs(found - expected) / (abs(expected) or 1.0), allowed)
+
+
+def gradient_pair(expected: Tensor | None, found: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Two gradients of one parameter, a missing one as zeros; None where neither run made one."""
+    if expected is None and found is None:
+        return None
+    return (
+        torch.zeros_like(found) if expected is None else expected,
+        torch.zeros_like(expected) if found is None else found,
+    )
+
+
+def gradient_floor(gradients: Iterable[Tensor]) -> float:
+    """The RMS that each of a model's gradients counts as at least."""
+    return MIN_GRADIENT_SHARE * max((rms(gradient) for gradient in gradients), default=0.0)
+
+
+def relative_distance(expected: Tensor, found: Tensor, floor: float) -> float:
+    """The RMS of the difference over the larger of `floor` and the RMS of `expected`.
+
+    Entries that are equally infinite or NaN in both count as equal.
+    """
+    expected, found = _as_inexact(expected), _as_inexact(found)
+    same = (expected == found) | (expected.isnan() & found.isnan())
+    difference = rms(torch.where(same, 0, found - expected))
+    if difference == 0:
+        return 0.0
+    size = max(rms(expected.nan_to_num(0, 0, 0)), floor)
+    apart = difference / size if size else float("inf")
+    return float("inf") if apart != apart else apart
+
+
+def rms(tensor: Tensor) -> float:
+    """The root mean square, summed in float64; zero for an empty tensor."""
+    if not tensor.numel():
+        return 0.0
+    dtype = torch.complex128 if tensor.is_complex() else torch.float64
+    return float(torch.linalg.vector_norm(tensor, dtype=dtype)) / tensor.numel() ** 0.5
+
+
+def _as_inexact(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.double()
