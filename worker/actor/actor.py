@@ -220,17 +220,19 @@ class Worker:
         """The signature of the traced model, on the worker that traced; not `whole`: without its parameters."""
         return self._model.traced(self._batches.sample[0]).signature(whole=whole)
 
-    def check_batch_sharding(self, begins: Sequence[str], workers_of_stage: Sequence[int]) -> None:
+    def check_batch_sharding(self, stage_starts: Sequence[str], workers_of_stage: Sequence[int]) -> None:
         """Refuse a cut between heterogeneous meshes whose batch-sharded tensors would not arrive as they were sent."""
-        self._model.check_batch_sharding(self._data_workers, self._batches.samples, begins, workers_of_stage)
+        self._model.check_batch_sharding(
+            self._data_workers, self._batches.samples, stage_starts, workers_of_stage
+        )
 
-    def evaluation_edges(self, begins: Sequence[str]) -> list[EvaluationEdge]:
+    def evaluation_edges(self, stage_starts: Sequence[str]) -> list[EvaluationEdge]:
         """The tensors between the stages of a cut in eval mode; on the worker that traced."""
-        return self._model.evaluation_edges(self._batches.sample[0], begins, self._data_workers)
+        return self._model.evaluation_edges(self._batches.sample[0], stage_starts, self._data_workers)
 
-    def weights(self, begins: Sequence[str], stages: Sequence[int]) -> ParameterValues:
+    def weights(self, stage_starts: Sequence[str], stages: Sequence[int]) -> ParameterValues:
         """The initial values of the parameters of some stages, for the worker that runs them."""
-        return self._model.weights(self._batches.sample[0], begins, stages)
+        return self._model.weights(self._batches.sample[0], stage_starts, stages)
 
     @attributed_to(Reason.CHECKPOINT_UNWRITABLE)
     def try_checkpoints(self, uri: str) -> None:

@@ -104,7 +104,7 @@ def measure_job(job: Job, device: str) -> dict[str, Any]:
 def _heterogeneous_profiles(
     job: Job, device: str, counts: Sequence[int], network: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The profiles of meshes of unlike sizes, each by a worker that has the samples of one of them."""
+    """The profiles of heterogeneous meshes, each measured by a worker with the samples of one of them."""
     if not job.heterogeneous:
         return {}
     found = []
@@ -121,7 +121,7 @@ def _heterogeneous_profiles(
 
 
 def _memory_limits(worker: Worker, job: Job, device: str) -> dict[str, Any]:
-    """What every mesh may hold, if all workers are as this one; on CPU all of them share this machine."""
+    """The memory limit of every mesh, if all workers are like this one; on CPU all of them share this machine."""
     on_gpu = int(os.environ.get("SLOTLINE_WORKERS_PER_GPU", "1"))
     sharing = sum(job.mesh_sizes) if device == "cpu" else on_gpu
     limit = worker.memory_limit(sharing)
@@ -190,20 +190,22 @@ def _with_gradient_collectives(
 
 @dataclass(frozen=True)
 class _GangCosts:
-    """What workers in processes of this machine found together: links, and the engine's own time for an action."""
+    """Measurements of several processes of this machine: links, and the engine's own time for an action."""
 
     links: Sequence[ProbeResult] = ()
     action_s: float = 0.0
 
 
 def _network_json(job: Job, measured: Sequence[ProbeResult], profile: LayerProfile) -> dict[str, Any]:
-    """JSON of a NetworkSpec by links between processes of this machine; nothing is measured with one GPU."""
+    """JSON of a NetworkSpec from links between processes of this machine; with one GPU nothing is measured."""
     meshes = [f"m{index}" for index in range(job.meshes)]
-    ways = {
-        "loops": may_interleave(job),
-        "skips": any(edge.target > edge.source + 1 for edge in profile.edges),
-    }
-    return network_spec(measured, meshes, dict.fromkeys(meshes, "here"), **ways)
+    return network_spec(
+        measured,
+        meshes,
+        dict.fromkeys(meshes, "here"),
+        loops=may_interleave(job),
+        skips=any(edge.target > edge.source + 1 for edge in profile.edges),
+    )
 
 
 def _measure_gang_costs(job: Job, device: str) -> _GangCosts:

@@ -50,7 +50,7 @@ class RemovalError(ValueError):
 
 
 def remove_artifacts(request: RemovalRequest) -> RemovalResult:
-    """Delete what is asked for. Raises RemovalError for a place or a name that is none of ours."""
+    """Delete the requested folders. Raises RemovalError for a place or a name that this product does not make."""
     place = _JobFolder.of(request)
     there = place.folders()
     wanted = sorted(there) if request.folders is None else list(request.folders)
@@ -74,9 +74,9 @@ def remove_artifacts(request: RemovalRequest) -> RemovalResult:
     return RemovalResult(
         tuple(removed),
         refused,
-        tuple(one.step for one in left if one.damage is None),
+        tuple(checkpoint.step for checkpoint in left if checkpoint.damage is None),
         freed,
-        sum(one.size_bytes for one in left),
+        sum(checkpoint.size_bytes for checkpoint in left),
     )
 
 
@@ -89,7 +89,8 @@ def _found_checkpoints(request: RemovalRequest, there: Sequence[str]) -> list[Fo
 
 
 def _protected_folders(found: Sequence[FoundCheckpoint]) -> dict[str, str]:
-    """Of a job that runs or will: what an attempt would go on from, and what may just be written."""
+    """The folders of a running or waiting job that are kept, with the reason: the checkpoint of the next resume, and newer
+    ones that may just be written."""
     newest = next((one.step for one in found if one.damage is None), 0)
     kept = {
         step_folder_name(one.step): "it is newer than the newest whole one, and may just be written"
@@ -117,16 +118,16 @@ class _JobFolder:
         )
 
     def folders(self) -> list[str]:
-        """The names of what may be deleted here."""
+        """The names of folders that may be deleted here."""
         raise NotImplementedError
 
     def remove(self, name: str) -> int:
-        """Delete one of `folders`; how many bytes it held."""
+        """Delete one of `folders`; its bytes."""
         raise NotImplementedError
 
 
 class _LocalJobFolder(_JobFolder):
-    """By descriptors of folders, none of which is a link: whoever puts a link there meanwhile gains nothing."""
+    """A local job folder, opened by descriptors that follow no links, so that a link that is put there meanwhile is refused."""
 
     def __init__(self, folder: str) -> None:
         self._base, self._job = os.path.split(folder)
@@ -157,7 +158,7 @@ class _LocalJobFolder(_JobFolder):
 
 
 class _ObjectStoreJobFolder(_JobFolder):
-    """One object after the other, by its whole name."""
+    """A job folder in an object store: objects are deleted one after the other, by their whole names."""
 
     def __init__(self, files: AbstractFileSystem, folder: str) -> None:
         self._files, self._folder = files, folder.rstrip("/")
@@ -206,12 +207,12 @@ def _opened_folder(name: str, within: int | None, *, follow: bool = False) -> It
 
 def main() -> int:
     """Delete; 0 when nothing failed."""
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for request in removal_requests_from_json(os.environ.get(REMOVAL_REQUEST_VARIABLE) or sys.stdin.read()):
         try:
-            found.append(asdict(remove_artifacts(request)))
+            results.append(asdict(remove_artifacts(request)))
         except Exception as error:  # of whatever storage: credentials, names, packages that are not installed
-            told = str(error) if isinstance(error, RemovalError) else f"{type(error).__name__}: {error}"
-            found.append(asdict(RemovalResult(failed=f"{told} (on {socket.gethostname()})")))
-    print(f"\n{REMOVAL_RESULT_MARK}{json.dumps({'jobs': found})}", flush=True)
-    return 1 if any(one["failed"] for one in found) else 0
+            cause = str(error) if isinstance(error, RemovalError) else f"{type(error).__name__}: {error}"
+            results.append(asdict(RemovalResult(failed=f"{cause} (on {socket.gethostname()})")))
+    print(f"\n{REMOVAL_RESULT_MARK}{json.dumps({'jobs': results})}", flush=True)
+    return 1 if any(result["failed"] for result in results) else 0
