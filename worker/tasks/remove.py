@@ -127,7 +127,7 @@ class _JobFolder:
 
 
 class _LocalJobFolder(_JobFolder):
-    """A local job folder, opened by descriptors that follow no links, so that a link that is put there meanwhile is refused."""
+    """A local job folder, opened by descriptors that follow no links: a link that is put there meanwhile is refused."""
 
     def __init__(self, folder: str) -> None:
         self._base, self._job = os.path.split(folder)
