@@ -93,7 +93,7 @@ class Worker:
         self._tensor_shards: TensorParallelShards | None = None
 
     def address(self) -> WorkerAddress:
-        """Where this worker runs; takes its GPU. RuntimeError when there is none."""
+        """Take this worker's GPU, and return its address. RuntimeError when there is no GPU."""
         import ray
 
         failures.start_breadcrumbs()
@@ -110,7 +110,7 @@ class Worker:
         )
 
     def gpu_peak_flops(self) -> float | None:
-        """What this worker's GPU could do in the job's precision, in operations a second; None: not known."""
+        """The peak FLOP/s of this worker's GPU in the job's precision; None: not known."""
         return gpu_peak_flops(self._job.training.precision)
 
     def clock(self) -> float:
@@ -118,11 +118,11 @@ class Worker:
         return time.monotonic()
 
     def prepare(self, workers_per_mesh: int) -> dict[int, str]:
-        """Build the data and the loss; of each number of microbatches that may be chosen the key under which its
-        profile is cached."""
+        """Build the data and the loss; the cache key of the profile for each number of microbatches that may be
+        chosen."""
         self._workers_per_mesh = workers_per_mesh
         counts = microbatch_counts(self._job)
-        tensor = self._job.tp_size(self._mesh)  # so many workers have the same samples
+        tensor = self._job.tp_size(self._mesh)  # tensor-parallel ranks have the same samples
         self._data_workers = workers_per_mesh // tensor
         data = {"worker": self._worker // tensor, "workers_per_mesh": self._data_workers}
         self._batches = Batches(self._job, **data, microbatches=counts[-1])
@@ -328,10 +328,10 @@ class Worker:
         return compile_stages(self._engine, self._compiler(), inputs, target, self._device, meets=meets)
 
     def check_tensor_parallel(self, whole: Mapping[int, StageModule]) -> None:
-        """Refuse sums of shared matrices that are wrong where they run, beside the stages with `whole` ones; on all workers
-        of a mesh at the same time."""
+        """Compare the tensor-parallel stages with `whole` ones on this device, and refuse wrong results; all workers of a
+        mesh call this at the same time."""
         training = self._job.training
-        if not training.check_trace or training.sync_batch_norm:  # that normalises by rows of others
+        if not training.check_trace or training.sync_batch_norm:  # it normalises by rows of other workers
             return
         place = StageCheckContext(
             f"{self._mesh}/{self._worker}",
@@ -345,18 +345,17 @@ class Worker:
             log.warning(note)
 
     def shard_specs(self) -> list[ShardSpec]:
-        """What this worker has of its stages' tensors, by original name."""
+        """The slices of its stages' tensors that this worker owns, by original name."""
         return list(self._tensors_by_shard())
 
     @attributed_to(Reason.DATA_FAILED)
     def fingerprint(self, names: Sequence[str], cuts: Mapping[str, CutPoints]) -> Fingerprint:
-        """Checksums of those of the tensors `names` that are here, of pieces of those that are cut, and of the first
-        samples."""
+        """Checksums of the local tensors among `names`, in the pieces of `cuts`, and of the first samples."""
         return Fingerprint(checksums(self._tensors_by_shard(), names, cuts), self._batches.checksums())
 
     def _tensors_by_shard(self) -> dict[ShardSpec, torch.Tensor]:
-        held = ShardSpec if self._tensor_shards is None else self._tensor_shards.held
-        return {held(name): tensor for name, tensor in named_tensors(self._stages).items()}
+        shard_spec = ShardSpec if self._tensor_shards is None else self._tensor_shards.held
+        return {shard_spec(name): tensor for name, tensor in named_tensors(self._stages).items()}
 
     def snapshot_memory(self, sharing: int) -> SnapshotMemory:
         """The memory of a copy of the state on this worker, one of `sharing` on its node."""
@@ -367,8 +366,8 @@ class Worker:
         return self._checkpoints.restore(uri)
 
     def warm_up(self, step: int) -> None:
-        """Have the samples of the first step, and on CUDA load and try all kernels on them, before anybody waits for this
-        mesh."""
+        """Prefetch the samples of the first step, and on CUDA load and try all kernels on them, before another mesh waits
+        for this one."""
         self._reader.ready(step)
         if self._device != "cuda":
             return
@@ -376,7 +375,7 @@ class Worker:
             self._engine.warm_up(step, *self._reader.take(step, first=True))
 
     def has_data(self, step: int) -> bool | None:
-        """Whether the data goes on as far as this step; None on workers that read none."""
+        """True where the data has samples for this step; None on workers that read none."""
         return self._reader.has(step)
 
     def run_step(self, step: int) -> WorkerStep:
@@ -401,12 +400,11 @@ class Worker:
         )
 
     def evaluation_size(self) -> EvaluationSize:
-        """How much there is to evaluate, in the microbatches that were planned."""
+        """The size of an evaluation, in the planned microbatches."""
         return self._evaluation_batches.size
 
     def evaluate(self, batch: int) -> EvaluatedBatch:
-        """Run one batch of the evaluation data through the evaluated stages; batch 0 begins an evaluation. Changes
-        nothing else."""
+        """Run one batch of the evaluation data; batch 0 begins an evaluation. Training state is not changed."""
         with self._raise_as_attempt_failure():
             return self._evaluator.run(batch)
 
@@ -472,7 +470,7 @@ class Worker:
         self._loss = make_loss(self._job.loss, self._device)
         for part in (self._job.optimizer, self._job.optimizer.schedule, self._job.model):
             if part:
-                resolve(part.factory)  # a wrong name is told before anything is measured
+                resolve(part.factory)  # report a wrong name before anything is measured
 
     def _make_optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         names = {id(tensor): name for name, tensor in named_tensors(self._stages).items()}

@@ -278,7 +278,7 @@ class StageReader:
             raise as_failure(error, Reason.DATA_FAILED) from None
 
     def has(self, step: int) -> bool | None:
-        """Whether there are samples for this step; raises as `take`. None where none are read."""
+        """True where there are samples for this step, None where none are read; raises as `take`."""
         if self._reader is None:
             return None
         try:

@@ -36,7 +36,7 @@ from worker.driver.limits import Limits
 from worker.transport.base import Topology
 from worker.transport.rendezvous import host_store
 
-# Links are measured between so many processes of this machine: a pair, and two peers at once.
+# The processes of this machine between which links are measured: a pair, and two peers at once.
 _LINK_PROCESSES = 3
 _LINKS_LIMIT_S = 120.0
 
@@ -107,7 +107,7 @@ def _heterogeneous_profiles(
     """The profiles of heterogeneous meshes, each measured by a worker with the samples of one of them."""
     if not job.heterogeneous:
         return {}
-    found = []
+    mesh_profiles = []
     kinds = list(zip(job.mesh_sizes, job.tensors, strict=True))
     for kind in sorted({*kinds}):
         worker = Worker(job=job, mesh=f"m{kinds.index(kind)}", worker=0, device=device)
@@ -116,8 +116,8 @@ def _heterogeneous_profiles(
         if kind[1] > 1:
             profiles = _with_tensor_collectives(profiles, network, [])
         profiles = _with_batch_norm_collectives(job, profiles, network, [])
-        found += [mesh_profile_json(count, kind, profile) for count, profile in profiles.items()]
-    return {"mesh_profiles": found}
+        mesh_profiles += [mesh_profile_json(count, kind, profile) for count, profile in profiles.items()]
+    return {"mesh_profiles": mesh_profiles}
 
 
 def _memory_limits(worker: Worker, job: Job, device: str) -> dict[str, Any]:
@@ -130,8 +130,8 @@ def _memory_limits(worker: Worker, job: Job, device: str) -> dict[str, Any]:
 
 
 def _worker_entries(job: Job, device: str) -> list[dict[str, Any]]:
-    """Where the workers would run: on CPU all of them on this machine, and on its cores. Tensors are planned (`place`) as if
-    each mesh had a node of its own: where it has none that costs a copy, the other way round a slow link."""
+    """The assumed places of the workers: on CPU all of them on this machine, and on its cores. Tensors are planned
+    (`place`) as if each mesh had its own node: a wrong guess costs a copy, the opposite one a slow link."""
     cores = processor_cores() if device == "cpu" else None
     return [
         {"mesh": mesh, "worker": worker, "node": "here", "place": mesh, "device": device, "cores": cores}
@@ -223,15 +223,15 @@ def _measure_gang_costs(job: Job, device: str) -> _GangCosts:
             raise AttemptFailure(
                 Reason.START_TIMEOUT, f"measuring the links: no answer within {_LINKS_LIMIT_S:.0f} s"
             )
-        found = [end.result() for end in ends]
+        costs = [end.result() for end in ends]
     finally:
         processes = list((pool._processes or {}).values())  # no public way to end a running call before 3.14
         pool.shutdown(wait=False, cancel_futures=True)
         for process in processes:
             process.kill()
     return _GangCosts(
-        links=[link for one in found for link in one.links],
-        action_s=sum(one.action_s for one in found) / len(found),
+        links=[link for cost in costs for link in cost.links],
+        action_s=sum(cost.action_s for cost in costs) / len(costs),
     )
 
 

@@ -91,11 +91,11 @@ def _found_checkpoints(request: RemovalRequest, there: Sequence[str]) -> list[Fo
 def _protected_folders(found: Sequence[FoundCheckpoint]) -> dict[str, str]:
     """The folders of a running or waiting job that are kept, with the reason: the checkpoint of the next resume, and newer
     ones that may just be written."""
-    newest = next((one.step for one in found if one.damage is None), 0)
+    newest = next((checkpoint.step for checkpoint in found if checkpoint.damage is None), 0)
     kept = {
-        step_folder_name(one.step): "it is newer than the newest whole one, and may just be written"
-        for one in found
-        if one.step > newest
+        step_folder_name(checkpoint.step): "it is newer than the newest whole one, and may just be written"
+        for checkpoint in found
+        if checkpoint.step > newest
     }
     return kept | {step_folder_name(newest): "it is the one from which the job would go on"}
 
@@ -146,12 +146,12 @@ class _LocalJobFolder(_JobFolder):
         with _opened_folder(self._base, None, follow=True) as base, _opened_folder(self._job, base) as job:
             with _opened_folder(name, job) as folder:
                 names = sorted(os.listdir(folder), key=_deletion_order)
-                infos = {one: os.stat(one, dir_fd=folder, follow_symlinks=False) for one in names}
-                if inner := [one for one, info in infos.items() if stat.S_ISDIR(info.st_mode)]:
+                infos = {file: os.stat(file, dir_fd=folder, follow_symlinks=False) for file in names}
+                if inner := [file for file, info in infos.items() if stat.S_ISDIR(info.st_mode)]:
                     raise RemovalError(f"it holds the folder {inner[0]!r}, which is none of a checkpoint's")
-                for one in names:
-                    os.unlink(one, dir_fd=folder)
-                    if one in _COMPLETENESS_FILES:
+                for file in names:
+                    os.unlink(file, dir_fd=folder)
+                    if file in _COMPLETENESS_FILES:
                         os.fsync(folder)
             os.rmdir(name, dir_fd=job)
             return sum(info.st_size for info in infos.values())
@@ -173,8 +173,12 @@ class _ObjectStoreJobFolder(_JobFolder):
 
     def remove(self, name: str) -> int:
         folder, freed = f"{self._folder}/{name}", 0
-        found = [one for one in self._files.ls(folder, detail=True, refresh=True) if one["type"] == "file"]
-        inner = {one["name"].rsplit("/", 1)[-1]: one for one in found if one["name"].rstrip("/") != folder}
+        files = [
+            entry for entry in self._files.ls(folder, detail=True, refresh=True) if entry["type"] == "file"
+        ]
+        inner = {
+            file["name"].rsplit("/", 1)[-1]: file for file in files if file["name"].rstrip("/") != folder
+        }
         for key in sorted(inner, key=_deletion_order):
             if f"{folder}/{key}".lstrip("/") != inner[key]["name"].lstrip("/"):
                 raise RemovalError(f"{inner[key]['name']} is not in {folder}")
