@@ -112,21 +112,6 @@ BANNED: dict[str, int] = {
     "service/store/leases.py:told": 5,
     "service/store/notifications.py:told": 2,
     "service/store/transitions.py:told": 2,
-    "worker/engine/optim/grad_scaler.py:alike": 2,
-    "worker/engine/optim/state_dict.py:mine": 4,
-    "worker/engine/optim/state_dict.py:theirs": 4,
-    "worker/engine/optim/step.py:mine": 2,
-    "worker/engine/reshardings.py:mine": 5,
-    "worker/engine/watchdog.py:mine": 4,
-    "worker/parallel/resharding.py:mine": 8,
-    "worker/parallel/shard_spec.py:told": 4,
-    "worker/parallel/shard_spec.py:ways": 5,
-    "worker/parallel/tensor/placement.py:told": 3,
-    "worker/parallel/tensor/shards.py:alike": 4,
-    "worker/transport/base.py:unlike": 3,
-    "worker/transport/nccl.py:mine": 3,
-    "worker/transport/nccl.py:theirs": 3,
-    "worker/transport/selftest.py:mine": 3,
 }
 
 

@@ -487,7 +487,7 @@ class Worker:
 def raise_as_attempt_failure(
     memory: PeakMemory, *, mesh: str, device: str, planned_bytes: int | None
 ) -> Iterator[None]:
-    """Whatever the body raises is an AttemptFailure; when memory runs out, with what was planned and what was seen."""
+    """Raise every error of the body as an AttemptFailure; out of memory with planned and seen bytes."""
     try:
         yield
     except Exception as error:
@@ -517,7 +517,7 @@ def engine_failure(error: EngineError) -> AttemptFailure:
 def out_of_memory_failure(
     failure: AttemptFailure, mesh: str, device: str, planned_bytes: int | None, peak_bytes: int
 ) -> OutOfMemoryFailure:
-    """`failure` of a worker of `mesh` that ran out of memory, with what was planned and what was seen."""
+    """`failure` of a worker of `mesh` that ran out of memory, with planned and seen bytes."""
     planned = "an unknown number of" if planned_bytes is None else f"{planned_bytes:,}"
     way = "allocated by torch" if device == "cuda" else "resident in its process"
     return OutOfMemoryFailure(

@@ -91,7 +91,7 @@ def make_assignments(
 
 
 def run_options(job: Job, mesh: str, *, limits: SlotLimits, device: str) -> RunOptions:
-    """How the engine of a worker of `mesh` trains `job`."""
+    """The options by which the engine of a worker of `mesh` trains `job`."""
     training = job.training
     return RunOptions(
         precision=training.precision,

@@ -46,7 +46,7 @@ class MeshProgram:
 
     @property
     def trains(self) -> bool:
-        """Whether the program has backwards."""
+        """True for a program with backwards."""
         return any(instruction.op in ("B", "I") for instruction in self.instructions)
 
     @property

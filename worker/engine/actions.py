@@ -30,7 +30,8 @@ from worker.transport.base import Transport
 
 
 class ReceiveBuffers:
-    """The tensors that receives write into: `of[i]` is the number of the one of instruction i, None without."""
+    """The tensors that receives write into: `buffer_of[i]` is the index in `tensors` for instruction i, None where it
+    receives nothing."""
 
     def __init__(
         self,
@@ -40,20 +41,23 @@ class ReceiveBuffers:
         device: torch.device,
     ):
         plan = plan_buffers(program, routes)
-        self.of: list[int | None] = list(plan.buffer)
+        self.buffer_of: list[int | None] = list(plan.buffer)
         self.tensors = [
             torch.empty(route.shape, dtype=dtype_of(route), device=device) for route in plan.route
         ]
         self._memory = {tensor.untyped_storage().data_ptr() for tensor in self.tensors}
 
     def contains(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies in one of them."""
+        """True where the memory of `tensor` is a receive buffer."""
         return tensor.untyped_storage().data_ptr() in self._memory
 
 
 class Actions:
-    """The actions of one mesh; `runners` by stage, parameters of `gradient_buckets` and sends of `releases` by
-    instruction."""
+    """The actions of one mesh.
+
+    `runners` are by stage; `gradient_buckets` has the names of the parameters that a REDUCE instruction sums, and
+    `releases` the sends whose tensors a compute instruction drops, both by the index of the instruction.
+    """
 
     def __init__(
         self,
@@ -62,7 +66,7 @@ class Actions:
         routes: Mapping[int, Route],
         microbatches: int,
         buffers: ReceiveBuffers,
-        exchange: StepState,
+        state: StepState,
         runners: Mapping[int, StageRunner],
         update: ModelUpdate,
         transport: Transport,
@@ -77,13 +81,13 @@ class Actions:
         self._routes = routes
         self._microbatches = microbatches
         self._buffers = buffers
-        self._exchange = exchange
+        self._state = state
         self._runners = runners
         self._update = update
         self._transport = transport
 
     def of(self, index: int) -> Action:
-        """What instruction `index` does."""
+        """The action of instruction `index`."""
         instruction = self._program[index]
         if instruction.op in SEND_OPS:
             return self._send(instruction)
@@ -93,7 +97,7 @@ class Actions:
             names = self._gradient_buckets[index]
             return lambda: self._update.reduce_bucket(names)
         if instruction.op == "REDUCE":
-            return lambda: self._update.reduce(list(self._exchange.losses.values()))
+            return lambda: self._update.reduce(list(self._state.losses.values()))
         if instruction.op == "STEP":
             return self._step
         runner, microbatch = self._runners[instruction.stage], instruction.microbatch
@@ -117,8 +121,8 @@ class Actions:
     def _drop(self, sent: Instruction) -> Callable[[], Any]:
         key = (sent.edge, sent.microbatch)
         if sent.op == "SEND_F":
-            return lambda: self._exchange.to_send.pop(key)
-        return lambda: self._exchange.gradients_to_send.pop(key, None)  # one without a gradient has none
+            return lambda: self._state.to_send.pop(key)
+        return lambda: self._state.gradients_to_send.pop(key, None)  # one without a gradient has none
 
     def _send(self, instruction: Instruction) -> Action:
         key = (instruction.edge, instruction.microbatch)
@@ -126,13 +130,13 @@ class Actions:
         if backward and not self._routes[instruction.edge].differentiable:
             return _no_transfer
         tag = transfer_tag(instruction.edge, backward, instruction.microbatch, self._microbatches)
-        peer, exchange = instruction.peer, self._exchange
+        peer, state = instruction.peer, self._state
         resharded = (instruction.edge, backward) in self._reshardings
 
         def action() -> Finish | None:
             # The tensor is dropped when the send has ended, not before: where a stream carries it, by an action
-            # that waits for its end (sent.py), or with the step.
-            waiting = exchange.gradients_to_send if backward else exchange.to_send
+            # that waits for its end (lowering.py), or with the step.
+            waiting = state.gradients_to_send if backward else state.to_send
             if resharded:
                 ended = self._reshardings.start((key[0], backward), key[1], tag, waiting[key])
             else:
@@ -142,20 +146,20 @@ class Actions:
         return action
 
     def _receive(self, index: int, instruction: Instruction) -> Action:
-        number = self._buffers.of[index]
+        number = self._buffers.buffer_of[index]
         if number is None:
             return _no_transfer
         key = (instruction.edge, instruction.microbatch)
         backward = instruction.op == "RECV_B"
         tag = transfer_tag(instruction.edge, backward, instruction.microbatch, self._microbatches)
         buffer = self._buffers.tensors[number]
-        peer, exchange = instruction.peer, self._exchange
+        peer, state = instruction.peer, self._state
         resharded = (instruction.edge, backward) in self._reshardings
 
         def action() -> Finish | None:
             # The write bypasses autograd: say so, and a backward that still needs the old tensor raises.
             torch.autograd.graph.increment_version(buffer)
-            received = exchange.received_gradients if backward else exchange.received
+            received = state.received_gradients if backward else state.received
             if resharded:
                 ended = self._reshardings.start((key[0], backward), key[1], tag, buffer)
             else:
@@ -165,7 +169,7 @@ class Actions:
         return action
 
     def _step(self) -> None:
-        leave_breadcrumb(f"STEP of step {self._exchange.step}")
+        leave_breadcrumb(f"STEP of step {self._state.step}")
         try:
             with RNG_LOCK:  # an optimizer may draw (noise, dithering)
                 self._update.step()

@@ -30,10 +30,10 @@ def backward(
     """Accumulate parameter gradients into `.grad` and return the gradients of `inputs` (leaves)."""
     if roots:
         torch.autograd.backward(roots, gradients)
-    found = [leaf.grad for leaf in inputs]
+    gradients_of_inputs = [leaf.grad for leaf in inputs]
     for leaf in inputs:
         leaf.grad = None
-    return found
+    return gradients_of_inputs
 
 
 @dataclass
@@ -46,7 +46,7 @@ class _BorderGroup:
 
 @dataclass
 class WeightBackward:
-    """What I leaves for W; `run` uses it up."""
+    """The gradients at which I stopped, and the graph behind them, for W; `run` uses them up."""
 
     _gradients: dict[Node, list[torch.Tensor | None]] = field(default_factory=dict)
     _groups: list[_BorderGroup] = field(default_factory=list)

@@ -36,12 +36,12 @@ from worker.model.rng import ReseedBeforeOp, is_random_op
 
 _PIECE_PREFIX = "piece_"
 _MIN_OPERATIONS = 2
-"""Of fewer there is nothing to fuse."""
+"""The least operations of a piece: fewer leave nothing to fuse."""
 
 
 class Piece(nn.Module):
-    """One piece: runs `compiled` where it has it, `graph` as traced where not. With `keeps`, the arguments of the next
-    call are in `seen`."""
+    """One piece of a stage: runs `compiled` where there is one, else `graph` as traced. While `recording`, the arguments of
+    a call are kept in `recorded_arguments`."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def pieces_of(module: nn.Module) -> list[Piece]:
 
 @contextlib.contextmanager
 def uncompiled(module: nn.Module) -> Iterator[None]:
-    """In the body nothing inside `module` runs compiled."""
+    """A context in which nothing inside `module` runs compiled."""
     before = [(piece, piece.compiled) for piece in pieces_of(module)]
     for piece, _ in before:
         piece.compiled = None
@@ -75,7 +75,7 @@ def uncompiled(module: nn.Module) -> Iterator[None]:
 
 
 def split_into_pieces(body: fx.GraphModule) -> list[Piece]:
-    """Make `body` call pieces; it computes what it did, in the same order. Those that are worth a compiler."""
+    """Make `body` call pieces, in the same order and with the same results; returns the pieces."""
     outer, copies = fx.Graph(), {}
     run: list[fx.Node] = []
     found: list[Piece] = []
@@ -181,7 +181,7 @@ def _subgraph(node: fx.Node, body: fx.GraphModule) -> fx.GraphModule | None:
 
 
 def _draws_random(node: fx.Node) -> bool:
-    """Whether an operation draws; one of dropout without any does not."""
+    """True for an operation that draws random numbers; dropout with probability 0 does not."""
     if not is_random_op(node):
         return False
     names = [argument.name for argument in node.target._schema.arguments]
@@ -194,7 +194,7 @@ def _draws_random(node: fx.Node) -> bool:
 
 
 def detached_arguments(arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The same arguments on their own: parameters are themselves, one tensor given twice stays one."""
+    """Detached copies of arguments: parameters stay themselves, one tensor given twice stays one."""
     apart: dict[int, Tensor] = {}
     for value in arguments:
         if id(value) not in apart:
@@ -277,11 +277,11 @@ _AS_TRACED = "runs as traced"
 
 
 class _MismatchError(RuntimeError):
-    """What was compiled is not what it should be."""
+    """The compiled function differs from the trace."""
 
 
 def missing_compiler(device: str) -> str | None:
-    """What torch.compile lacks on this machine for `device`, and the way out; None: nothing."""
+    """The part that torch.compile lacks on this machine for `device`, and the way out; None: nothing."""
     if device == "cuda":
         from torch.utils._triton import has_triton
 
@@ -319,7 +319,7 @@ class StageCompiler:
     def compile(
         self, name: str, module: nn.Module, run: Callable[[bool], Any], variants: Sequence[bool] = (True,)
     ) -> bool:
-        """Have `module`, a stage with its graph in `body`, run compiled from now on; whether it does.
+        """Have `module`, a stage with its graph in `body`, run compiled from now on; returns whether it does.
 
         `run` makes one forward of it, with gradients or without, and leaves nothing behind; `variants` are those that
         will be needed. Parameters get no gradients here.
@@ -388,7 +388,7 @@ class StageCompiler:
     def _run(
         self, function: Callable[..., tuple[Tensor, ...]], example: Sequence[Tensor], training: bool
     ) -> _Outcome:
-        """What a piece makes of copies of its arguments; gradients are those of random ones of its outputs."""
+        """Run a piece on copies of its arguments, and its backward on random gradients of its outputs."""
         copies = {id(value): value for value in example if isinstance(value, nn.Parameter)}
         leaves = {id(value): value for value in copies.values() if value.requires_grad}
         with torch.enable_grad():
@@ -418,7 +418,7 @@ class StageCompiler:
 
 
 class _Outcome:
-    """What one run of a piece leaves: outputs, its arguments afterwards, and gradients of those that take one."""
+    """The outcome of one run of a piece: outputs, its arguments afterwards, and their gradients."""
 
     def __init__(
         self, outputs: list[Tensor], changed: list[Tensor], gradients: Sequence[Tensor | None]
@@ -457,14 +457,14 @@ class _CompiledPiece:
 
 
 def compiled_pieces(module: nn.Module) -> int:
-    """How many pieces of `module` run compiled."""
+    """The number of pieces of `module` that run compiled."""
     return sum(piece.compiled is not None for piece in pieces_of(module))
 
 
 @contextlib.contextmanager
 def _compile_settings() -> Iterator[None]:
-    """How pieces are compiled: without processes, which a killed worker might leave behind, and backwards at once, so that
-    no step has to."""
+    """A context with the compiler's settings: without processes, which a killed worker might leave behind, and with
+    backwards compiled at once, so that no step has to."""
     from torch._functorch import config as autograd
     from torch._inductor import config as inductor
 
@@ -528,10 +528,10 @@ def compile_stages(
     *,
     meets: bool = False,
 ) -> list[str]:
-    """Have the stages of `engine` run compiled, as far as `compiler` can; what to tell of it.
+    """Have the stages of `engine` run compiled, as far as `compiler` can; returns notes for the user.
 
-    `inputs` and `target` are a microbatch of this worker. Where a forward `meets` other workers, in sums, none of them may
-    wait for its turn.
+    `inputs` and `target` are a microbatch of this worker. Where a forward `meets` other workers in collectives, none of them
+    may wait for the lock.
     """
     done = []
     with contextlib.nullcontext() if meets else _COMPILER_LOCK, engine.muted():
@@ -558,7 +558,7 @@ def _run_once(runner: StageRunner, values: Sequence[Tensor], training: bool) -> 
 def _example_inputs(
     module: nn.Module, wiring: StageWiring, inputs: Sequence[Tensor], device: str
 ) -> Iterator[Tensor]:
-    """What the stage's forward takes."""
+    """Example arguments of the stage's forward."""
     generator = torch.Generator().manual_seed(_SEED)
     for source, shape, dtype in zip(wiring.inputs, module.input_shapes, module.input_dtypes, strict=True):
         if isinstance(source, ModelInput):
@@ -573,8 +573,10 @@ def _example_inputs(
 def _reason_not_to_compile(
     runner: StageRunner, module: nn.Module, values: Sequence[Tensor], target: Any
 ) -> str | None:
-    """Where the loss leaves outputs of the model unused autograd leaves parameters that only they depend on without a
-    gradient; a compiled backward begins at all outputs, and does not."""
+    """The reason why a stage with several model outputs runs as traced; None: it may be compiled.
+
+    Where the loss leaves outputs unused, autograd gives parameters that only these depend on no gradient; a compiled
+    backward begins at all outputs, and gives them one of zeros."""
     try:
         roots = runner.dry_run(values, training=True, target=target)
         lost = parameters_without_gradient(module, roots) if roots else []

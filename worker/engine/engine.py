@@ -43,14 +43,14 @@ from worker.transport.base import AbortedError, ConnectError, EngineError, Trans
 
 
 def step_result(
-    step: int, started_s: float, exchange: StepState, updated: UpdateResult, slots: list[MeasuredSlot]
+    step: int, started_s: float, state: StepState, updated: UpdateResult, slots: list[MeasuredSlot]
 ) -> StepResult:
     """The step that began at `started_s` of time.monotonic() and ends now."""
     return StepResult(
         step=step,
-        losses=exchange.losses_in_order(),
-        metrics=exchange.metrics_by_name(),
-        outputs=exchange.outputs_in_order(),
+        losses=state.losses_in_order(),
+        metrics=state.metrics_by_name(),
+        outputs=state.outputs_in_order(),
         slots=slots,
         grad_norm=updated.grad_norm,
         skipped=updated.skipped,
@@ -164,7 +164,7 @@ class Engine:
         self._program, planned_s, releases = self._with_planned_times(bucketed, program)
         self._limits_s = slot_limits(self._program, planned_s, self._options.limits)
         self._buffers = ReceiveBuffers(self._program, self._routes, self._transfer_dtype, self._device)
-        self._exchange = StepState()
+        self._state = StepState()
         settings = self._compute_settings(loss)
         self.stages = {
             index: (
@@ -176,9 +176,7 @@ class Engine:
             for index, module in stages.modules.items()
         }
         self.runners = {
-            index: StageRunner(
-                wiring, module, self._exchange, settings, recompute=index in program.recomputed
-            )
+            index: StageRunner(wiring, module, self._state, settings, recompute=index in program.recomputed)
             for index, (module, wiring) in self.stages.items()
         }
         self._reshardings = Reshardings(
@@ -194,7 +192,7 @@ class Engine:
             routes=self._routes,
             microbatches=self._microbatches,
             buffers=self._buffers,
-            exchange=self._exchange,
+            state=self._state,
             runners=self.runners,
             update=self._update,
             transport=self._transport,
@@ -267,7 +265,7 @@ class Engine:
         return step_result(
             step,
             started,
-            self._exchange,
+            self._state,
             self._updated,
             measured_slots(self._mesh, self._routes, self._program, self._lanes.measured()),
         )
@@ -289,12 +287,12 @@ class Engine:
             self._warm_up(step, inputs, targets)
 
     def observe(self, observer: StageObserver | None) -> None:
-        """Tell `observer`, from now on, what the stages do."""
+        """Report to `observer` from now on what the stages do; None ends it."""
         for runner in self.runners.values():
             runner.observe(observer)
 
     def muted(self) -> contextlib.AbstractContextManager[None]:
-        """In the body nothing is sent, received or summed."""
+        """A context in whose body nothing is sent, received or summed."""
         return self._collectives.muted()
 
     def state(self) -> dict[str, Any]:
@@ -304,7 +302,7 @@ class Engine:
             return self._update.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take this mesh's part of `state`, which may hold all meshes'."""
+        """Load this mesh's part of `state`, which may hold all meshes'."""
         with contextlib.nullcontext() if self._lanes is None else self._lanes.computing():
             self._update.load_state(state)
 
@@ -342,7 +340,7 @@ class Engine:
         lifetimes = bound_send_lifetimes(
             bucketed.program, starts_s, planned_s, self._routes, self._sent_bytes
         )
-        return lifetimes.program, planned_s, lifetimes.of
+        return lifetimes.program, planned_s, lifetimes.released_before
 
     def _compute_settings(self, loss: Callable[[torch.Tensor, torch.Tensor], LossValue]) -> ComputeSettings:
         return ComputeSettings(
@@ -366,7 +364,7 @@ class Engine:
         return transfer_dtype(route.dtype, route.differentiable, self._options.transfers)
 
     def _enqueues(self) -> bool:
-        """Whether lanes are streams, on which the host enqueues a step before any of it has run."""
+        """True where lanes are streams, on which the host enqueues a step before any of it has run."""
         return self._device.type == "cuda"
 
     def _sent_bytes(self, route: Route) -> int:
@@ -378,15 +376,15 @@ class Engine:
         return CpuLanes(self._program, actions)
 
     def _begin(self, step, inputs, targets) -> None:
-        """Forget the last step."""
-        self._exchange.begin(step, inputs, targets)
+        """Forget the last step and take the batch of this one."""
+        self._state.begin(step, inputs, targets)
         for runner in self.runners.values():
             runner.reset()
         self._update.begin()
         self._collectives.log.begin()
 
     def _warm_up(self, step, inputs, targets) -> None:
-        kept = StateSnapshot([module for module, _ in self.stages.values()], self._update.optimizer)
+        snapshot = StateSnapshot([module for module, _ in self.stages.values()], self._update.optimizer)
         inputs, targets = batch_on_device(inputs, targets, self._device)
         self._begin(step, inputs, targets)
         with self.muted():
@@ -402,7 +400,7 @@ class Engine:
                         f"{_WARM_UP_LIMIT_S:.0f} s; does the model compile something?"
                     )
         self._collectives.log.record_dry_run()
-        kept.restore()
+        snapshot.restore()
         self._begin(step, (), None)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -411,9 +409,9 @@ class Engine:
     # While a step runs, and when it ends early
 
     def _poll(self) -> None:
-        """Raise when a slot is over its limit or somebody else failed; tell the others how far we are."""
+        """Publish the progress of this worker; raise when a slot is over its limit or another worker failed."""
         statuses = self._lanes.statuses()
-        self._watch.publish(self._exchange.step, statuses)
+        self._watch.publish(self._state.step, statuses)
         self._raise_if_aborted()
         self._watch.check(statuses)
 
@@ -433,7 +431,7 @@ class Engine:
             raise cause from error
 
     def _end(self, error: BaseException) -> BaseException:
-        """Tell the others, stop everything, and find the error that names the cause."""
+        """Announce the failure, stop lanes and transport, and return the error that names the cause."""
         if self._abort_reason is not None:
             cause: BaseException = AbortedError("", self._abort_reason)
         else:

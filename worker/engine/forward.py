@@ -22,12 +22,12 @@ from worker.engine.routes import LocalInput, ModelInput, RemoteInput
 
 InputSource = ModelInput | LocalInput | RemoteInput
 OutputPositions = int | Sequence[int] | None
-"""Which of a module's outputs are the model's; of several the loss takes a tuple."""
+"""The indices of a module's outputs that are the model's; of several the loss takes a tuple."""
 
 
 @dataclass(frozen=True)
 class StageArguments:
-    """Arguments of a stage's module. `leaves` are those that take a gradient, `sources` where each came from."""
+    """Arguments of a stage's module. `leaves` are the arguments that take a gradient; leaf k came from `sources[k]`."""
 
     values: list[torch.Tensor]
     leaves: list[torch.Tensor]
@@ -36,7 +36,7 @@ class StageArguments:
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """What a forward made: the module's outputs in order, and the loss of the model's output."""
+    """The module's outputs in order, and the loss of the model's output."""
 
     outputs: list[torch.Tensor]
     loss: torch.Tensor | None
@@ -54,7 +54,7 @@ class ForwardResult:
 def gather_arguments(
     sources: Sequence[InputSource], fetch: Callable[[InputSource], torch.Tensor], *, training: bool
 ) -> StageArguments:
-    """The tensors that `fetch` gives for `sources`; with `training`, leaves for those that take a gradient."""
+    """The tensors that `fetch` returns for `sources`; with `training`, leaves where one takes a gradient."""
     values, leaves, leaf_sources = [], [], []
     for source in sources:
         tensor = fetch(source)
@@ -93,7 +93,7 @@ def drop_casts() -> None:
 
 
 def _as_non_leaf(argument: torch.Tensor) -> torch.Tensor:
-    """The same values and gradients, but not what autocast takes for a weight, whose cast would be kept."""
+    """A view with the same values and gradients: autocast keeps the cast of a leaf, which it takes for a weight."""
     return argument.view_as(argument) if argument.requires_grad and argument.is_leaf else argument
 
 
@@ -101,7 +101,7 @@ def _as_non_leaf(argument: torch.Tensor) -> torch.Tensor:
 def compute_context(
     device_type: str, *, training: bool, autocast_dtype: torch.dtype | None
 ) -> Iterator[None]:
-    """The body computes with gradients (`training`) and under autocast (a dtype), as a stage does."""
+    """A context that computes with gradients (`training`) and under autocast (a dtype), as a stage does."""
     grad = torch.enable_grad() if training else torch.no_grad()
     autocast = contextlib.nullcontext()
     if autocast_dtype is not None:
@@ -123,7 +123,7 @@ def run_forward(
 ) -> ForwardResult:
     """Run `module`, and `loss` on its outputs `loss_of`, with gradients (`training`) and under autocast (a dtype).
 
-    `accept` makes of the module's outputs those that are handed on; the loss sees these.
+    `accept` checks or replaces the module's outputs before the loss sees them.
     """
     if autocast_dtype is not None:
         arguments = [_as_non_leaf(argument) for argument in arguments]
@@ -173,7 +173,7 @@ class RecomputeInputs:
 
 
 class UpdatedBuffers:
-    """The buffers of a stage that its forward updates; all of them where the stage does not say which."""
+    """The buffers of a stage that its forward updates; all its buffers where the stage does not name them."""
 
     def __init__(self, module: nn.Module):
         named = dict(module.named_buffers())
@@ -181,18 +181,18 @@ class UpdatedBuffers:
         self._buffers = named if names is None else {name: named[name] for name in names}
 
     def copy(self) -> BufferValues:
-        """Their values now."""
+        """Copies of the buffers' present values, by name."""
         return {name: buffer.detach().clone() for name, buffer in self._buffers.items()}
 
     @contextlib.contextmanager
-    def restored_to(self, kept: RecomputeInputs) -> Iterator[None]:
-        """The body sees the buffers of `kept`; what it leaves in them goes there, and they are as before."""
+    def restored_to(self, inputs: RecomputeInputs) -> Iterator[None]:
+        """A context with the buffers of `inputs`; at its end their values go to `inputs`, and the present ones return."""
         now = self.copy()
-        self._put(kept.buffers)
+        self._put(inputs.buffers)
         try:
             yield
         finally:
-            kept.buffers = self.copy()
+            inputs.buffers = self.copy()
             self._put(now)
 
     def _put(self, values: BufferValues) -> None:
@@ -202,7 +202,7 @@ class UpdatedBuffers:
 
 
 def save_recompute_inputs(arguments: StageArguments, buffers: UpdatedBuffers) -> RecomputeInputs:
-    """Before F: what the second run will need."""
+    """Save before F what the second run will need."""
     return RecomputeInputs(arguments, _versions(arguments.values), buffers.copy())
 
 

@@ -32,7 +32,7 @@ class LocalStages:
 
     @property
     def have_output(self) -> bool:
-        """Whether one of the stages makes the model's output."""
+        """True where one of the stages makes the model's output."""
         return any("output" in module.outputs for module in self.modules.values())
 
 

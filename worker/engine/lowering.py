@@ -19,7 +19,7 @@ from worker.engine.routes import Route
 
 
 def check_stages(mesh: str, program: Program, stages: Collection[int]) -> None:
-    """ValueError for stages that the program runs and nobody gave."""
+    """ValueError for stages that the program runs and that this mesh does not have."""
     needed = {i.stage for i in program if i.op in COMPUTE_OPS}
     if missing := sorted(needed - set(stages)):
         raise ValueError(f"the program of mesh {mesh} runs stages {missing}, which were not given")
@@ -44,11 +44,11 @@ _TIME_TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class SendLifetimes:
-    """`program` with the waits; `of[i]` are the sends whose tensors instruction i may drop first, `peak_bytes`
-    the most that sent tensors hold, what an action makes included."""
+    """`program` with the waits for sends; `released_before[i]` has the sends whose tensors instruction i drops before it
+    runs; `peak_bytes` is the most that sent tensors hold, with those that an action just made."""
 
     program: Program
-    of: Mapping[int, tuple[int, ...]]
+    released_before: Mapping[int, tuple[int, ...]]
     peak_bytes: int
 
 
@@ -66,7 +66,11 @@ def bound_send_lifetimes(
     sends = {i: size_of(routes[s.edge]) for i, s in enumerate(program) if s.op in SEND_OPS}
     ends_s = {i: starts_s[i] + planned_s[i] for i in sends if starts_s[i] is not None}
     made_by = _sends_by_producer(program, routes, sends)
-    actions = [i for i, one in enumerate(program) if one.op in COMPUTE_OPS and starts_s[i] is not None]
+    actions = [
+        i
+        for i, instruction in enumerate(program)
+        if instruction.op in COMPUTE_OPS and starts_s[i] is not None
+    ]
 
     def over(send: int, action: int) -> bool:
         limit_s = starts_s[action] + _TIME_TOLERANCE * abs(starts_s[action])
@@ -98,20 +102,22 @@ def bound_send_lifetimes(
 def _sends_by_producer(
     program: Program, routes: Mapping[int, Route], sends: Mapping[int, int]
 ) -> dict[int, list[int]]:
-    """The sends of what each compute action makes last."""
+    """The sends whose tensor is complete with each compute action, by the index of that action."""
     made: dict[tuple[str, int, int], int] = {}
-    for index, one in enumerate(program):
-        if one.op in ("F", "B", "I"):
-            made["F" if one.op == "F" else "B", one.stage, one.microbatch] = index
-    found: dict[int, list[int]] = {}
+    for index, instruction in enumerate(program):
+        if instruction.op in ("F", "B", "I"):
+            made["F" if instruction.op == "F" else "B", instruction.stage, instruction.microbatch] = index
+    sends_of: dict[int, list[int]] = {}
     for send in sends:
-        one = program[send]
-        route = routes[one.edge]
-        forward = one.op == "SEND_F"
+        instruction = program[send]
+        route = routes[instruction.edge]
+        forward = instruction.op == "SEND_F"
         stages = (route.source,) if forward else route.consumers
         kind = "F" if forward else "B"
-        found.setdefault(max(made[kind, stage, one.microbatch] for stage in stages), []).append(send)
-    return found
+        sends_of.setdefault(max(made[kind, stage, instruction.microbatch] for stage in stages), []).append(
+            send
+        )
+    return sends_of
 
 
 def _with_send_waits(program: Program, of: Mapping[int, tuple[int, ...]]) -> Program:

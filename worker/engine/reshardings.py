@@ -32,7 +32,7 @@ _SLOT_LIMIT_FACTOR = 4
 
 
 class Reshardings:
-    """This worker's part of all of them; `slot_limit_s` is that of the longest slot."""
+    """This worker's part of all resharded transfers; `slot_limit_s` is the limit of the longest slot."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Reshardings:
         """`transfers`: how many tags the transfers of a step have. ValueError where they do not fit. With `streams` a
         transfer is enqueued on the current one."""
         topology = transport.topology
-        mine = topology.name(topology.rank(transport.mesh, transport.worker))
+        name = topology.name(topology.rank(transport.mesh, transport.worker))
         self._plans, self._transport = plans, transport
         self._streams = streams
         self._stride = max((len(plan.messages) for plan in plans.values()), default=1)
@@ -55,17 +55,17 @@ class Reshardings:
                 f"{transfers} transfers of up to {self._stride} messages are more than a step can tell apart: "
                 "use fewer microbatches"
             )
-        own = {key: one for key, one in plans.items() if mine in one.sources or mine in one.targets}
+        own = {key: plan for key, plan in plans.items() if name in plan.sources or name in plan.targets}
         self._ends = (
             {}
             if streams
             else {
-                key: Resharder(plan, mine, transport, limit_s=_SLOT_LIMIT_FACTOR * slot_limit_s)
+                key: Resharder(plan, name, transport, limit_s=_SLOT_LIMIT_FACTOR * slot_limit_s)
                 for key, plan in own.items()
             }
         )
         self._on_streams = (
-            {key: StreamResharder(plan, mine, resharding_group(plan)) for key, plan in own.items()}
+            {key: StreamResharder(plan, name, resharding_group(plan)) for key, plan in own.items()}
             if streams
             else {}
         )
@@ -76,12 +76,12 @@ class Reshardings:
 
     @property
     def planned(self) -> ReshardingPlans:
-        """Those of all workers."""
+        """The plans of all resharded transfers, of other workers too."""
         return self._plans
 
     def lanes(self) -> tuple[Lane, ...]:
-        """The directed pairs of workers that exchange messages, in the one order in which everybody connects; on streams
-        with the group in which they do."""
+        """The directed pairs of workers that exchange messages, in the order in which all workers connect; on streams with
+        the group that carries them."""
         return tuple(
             sorted(
                 {
@@ -106,13 +106,14 @@ class Reshardings:
         return finish
 
     def missing(self, edge: int, backward: bool, microbatch: int) -> tuple[str, ...]:
-        """The workers whose messages of a transfer that runs have not come or not been taken."""
+        """The workers for whose messages a running transfer waits: not yet received, or not yet taken."""
         run = self._running.get((edge, backward, microbatch))
         return () if run is None else run.missing()
 
 
 class MeshSize(NamedTuple):
-    """How many workers a mesh has, and how many of them share matrices: of meshes of one size workers may go in pairs."""
+    """The number of workers of a mesh, and its tensor-parallel size: between meshes of one size workers may transfer in
+    pairs."""
 
     workers: int
     tensor: int = 1
@@ -136,7 +137,7 @@ def resharding_group(plan: ReshardingPlan) -> str:
 def check_resharding_plans(
     plans: ReshardingPlans, routes: Mapping[int, Route], topology: Topology, *, training: bool
 ) -> None:
-    """Raise ValueError where a transfer between meshes of unlike sizes has no plan, or one that is of other workers."""
+    """ValueError where a transfer between meshes of different sizes has no resharding plan, or has one of other workers."""
     sizes = mesh_sizes(topology)
     for index, route in routes.items():
         for backward in (False, True) if training and route.differentiable else (False,):
@@ -155,7 +156,7 @@ def check_resharding_plans(
 def _check_planned_workers(
     plan: ReshardingPlan, route: Route, ends: tuple[str, str], sizes: Mapping[str, MeshSize]
 ) -> None:
-    """Else some would run the resharding, and wait for others that do not."""
+    """ValueError for a plan of other workers: some would run the resharding, and wait for others that do not."""
     for mesh, planned in zip(ends, (plan.sources, plan.targets), strict=True):
         if {*planned} != {f"{mesh}/{worker}" for worker in range(sizes[mesh].workers)}:
             raise ValueError(

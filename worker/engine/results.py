@@ -1,7 +1,6 @@
 """Options, slot limits, step results and errors of an engine: light values that cross process borders.
 
-All errors survive pickling, so that they reach the driver whole; those of a transport are defined in
-transport/base.py. Must not import torch at run time.
+All errors survive pickling, so that they reach the driver whole; errors of a transport are in transport/base.py.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 
 from worker.contract.job import AUTOCAST_DTYPES, LossScaling
 from worker.contract.program import COMPUTE_LANE, TRANSFER_OPS, MeasuredSlot, Program
-from worker.transport.base import AbortedError, ConnectError, EngineError, PeerLostError
+from worker.transport.base import EngineError
 
 
 class StageError(EngineError):
@@ -52,25 +51,12 @@ class NonFiniteError(EngineError):
     """A loss or the gradient norm is NaN or infinite and the policy is to stop."""
 
 
-__all__ = [
-    "AbortedError",
-    "ConnectError",
-    "EngineError",
-    "NonFiniteError",
-    "PeerLostError",
-    "StageError",
-    "StallError",
-]
-
-
 NON_FINITE_POLICIES = ("stop", "skip")
 TRANSFER_DTYPES = ("auto", "bf16")
 
 
 def autocast_dtype(precision: str) -> torch.dtype | None:
     """The type to which autocast casts; None where modules compute in their own."""
-    import torch
-
     name = AUTOCAST_DTYPES[precision]
     return None if name is None else getattr(torch, name)
 
@@ -110,15 +96,14 @@ class StreamPriorities:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a mesh computes.
+    """Options of the run of a mesh.
 
     `precision`: "fp32" (the modules' own dtypes), "bf16" or "fp16" (autocast, fp32 parameters; fp16 with
-    `loss_scaling`); `transfers`: see `wire_dtype`; `seed` None leaves torch's random state alone; `non_finite`: what a
-    NaN or infinite loss or gradient norm does, "stop" or "skip" the step; `keeps_random`: a program without backward
-    draws by `seed` too, and the process's random generators stand afterwards where they stood. With an `ignored_target`
-    microbatches count by how many of their targets are another, not all alike. `sync_batch_norm`: see
-    sync_norm.py. The workers of the meshes `sharded` share the optimizer's state; `tensor` workers next to each other share
-    matrices.
+    `loss_scaling`); `transfers`: see `transfer_dtype`; `seed` None leaves torch's RNG state alone; `non_finite`: a NaN or
+    infinite loss or gradient norm ends the run ("stop") or the step ("skip"); `keeps_random`: a program without backward
+    draws by `seed` too, and the RNGs of the process are restored afterwards. With an `ignored_target` microbatches weigh
+    by the number of their other targets. `sync_batch_norm`: see parallel/sync_batch_norm.py. Meshes in `sharded` shard
+    the optimizer state (ZeRO-1); `tensor` is the tensor-parallel size.
     """
 
     precision: str = "fp32"
@@ -159,9 +144,11 @@ class RunOptions:
 
 @dataclass
 class StepResult:
-    """One step of one worker. `losses`: one a microbatch, only where the model's output is, not divided by their number;
-    so are the `metrics` by name; `outputs`: the model's outputs, only there and only of a program without backward.
-    `loss_scale` and `overflowed`: see UpdateResult."""
+    """One step of one worker.
+
+    `losses` (and `metrics` by name) have a number per microbatch, not divided by their count, only where the model's output
+    is; `outputs` are the model's outputs there, of a program without backward. `loss_scale` and `overflowed`: see
+    UpdateResult."""
 
     step: int
     losses: list[float]

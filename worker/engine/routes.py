@@ -1,6 +1,6 @@
 """Maps a stage graph's edges to routes between meshes, transfer tags and the wiring of each stage.
 
-Pure values; needs of an edge only its fields. Must not know lanes, transports or autograd.
+Pure values; reads of an edge only its fields. Must not know lanes, transports or autograd.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 class Edge(Protocol):
-    """What the engine reads of a worker.model.stages.StageEdge."""
+    """The fields of a worker.model.stages.StageEdge that the engine reads."""
 
     source: int
     target: int
@@ -65,7 +65,7 @@ class RemoteInput:
 
 @dataclass(frozen=True)
 class OutputWiring:
-    """One output of a stage: what the trace says of it, and who uses it."""
+    """One output of a stage: its traced shape and its consumers."""
 
     tensor: str
     is_model_output: bool
@@ -76,7 +76,7 @@ class OutputWiring:
 
 @dataclass(frozen=True)
 class StageWiring:
-    """Where one stage's inputs come from and where its outputs go."""
+    """The sources of one stage's inputs and the consumers of its outputs."""
 
     stage: int
     inputs: tuple[ModelInput | LocalInput | RemoteInput, ...]
@@ -84,7 +84,7 @@ class StageWiring:
 
     @property
     def model_outputs(self) -> tuple[int, ...]:
-        """Which of `outputs` are the model's, if they are made here."""
+        """The indices in `outputs` of the model's outputs, where this stage makes them."""
         return tuple(i for i, output in enumerate(self.outputs) if output.is_model_output)
 
 
@@ -115,8 +115,8 @@ def find_routes(edges: Sequence[Edge], mesh_of_stage: Sequence[str]) -> dict[int
 def directed_pairs(
     routes: Mapping[int, Route], training: bool, resharded: Container[tuple[int, bool]] = ()
 ) -> tuple[tuple[str, str], ...]:
-    """The directed pairs of meshes whose workers exchange tensors in pairs, in the one order in which everybody connects:
-    all but for those `resharded` (the first edge of a route, and whether it is the way back)."""
+    """The directed pairs of meshes whose workers exchange tensors in pairs, in the order in which all workers connect.
+    Transfers in `resharded` (the first edge of a route, and whether it carries gradients) go another way."""
     forward = {
         (route.source_mesh, route.target_mesh)
         for route in routes.values()

@@ -1,6 +1,6 @@
 """Runs the compute actions of one stage with autograd: F, B, I and W of a microbatch.
 
-What they take from the step state and leave there is in stage_io.py. The user's code raises here: its errors
+The tensors that they take from the step state and leave there are in stage_io.py. The user's code raises here: its errors
 become StageError with action, stage and microbatch. Token weights are summed over workers before the RNG lock
 is taken, as others may wait for it. Must not know lanes, events or transports.
 """
@@ -42,16 +42,16 @@ class StageRunner:
         self,
         wiring: StageWiring,
         module: nn.Module,
-        exchange: StepState,
+        state: StepState,
         settings: ComputeSettings,
         *,
         recompute: bool = False,
     ):
         self._stage = wiring.stage
-        self._tensors = StageTensors(wiring, exchange, settings)
+        self._tensors = StageTensors(wiring, state, settings)
         self._wiring = wiring
         self._module = module
-        self._exchange = exchange
+        self._state = state
         self._settings = settings
         self._saved: dict[int, SavedForward] = {}
         self._weights: dict[int, tuple[WeightBackward, RecomputeInputs | None]] = {}
@@ -66,7 +66,7 @@ class StageRunner:
             self._random = random if operations != 0 or (keeps and self._has_loss) else None
 
     def observe(self, observer: StageObserver | None) -> None:
-        """Tell `observer`, from now on, what this stage does."""
+        """Report to `observer` from now on what this stage does."""
         self._tensors.observer = observer
 
     def reset(self) -> None:
@@ -76,7 +76,7 @@ class StageRunner:
 
     @property
     def with_gradients(self) -> tuple[bool, ...]:
-        """Whether forwards run with gradients; a recomputed stage's run without, and then with them."""
+        """Flags of the forwards of a microbatch: with gradients or not. A recomputed stage has (False, True)."""
         if not self._settings.training:
             return (False,)
         return (False, True) if self._recompute else (True,)
@@ -84,10 +84,10 @@ class StageRunner:
     def dry_run(
         self, values: Sequence[torch.Tensor], *, training: bool, target: Any = None
     ) -> list[torch.Tensor]:
-        """One forward of the module on `values`, with the loss where a `target` is given, as if it had not been; what a
-        backward would start from."""
-        given, settings = iter(values), self._settings
-        arguments = gather_arguments(self._wiring.inputs, lambda _: next(given), training=training)
+        """Run one forward of the module on `values`, with the loss where a `target` is given, and undo its effects; returns
+        the tensors that a backward would start from."""
+        arguments_left, settings = iter(values), self._settings
+        arguments = gather_arguments(self._wiring.inputs, lambda _: next(arguments_left), training=training)
         places = self._wiring.model_outputs if target is not None else ()
         # random operations start again for themselves
         with RNG_LOCK, seeded(0), self._buffers.restored_to(save_recompute_inputs(arguments, self._buffers)):
@@ -113,11 +113,13 @@ class StageRunner:
                 functools.partial(self._tensors.fetch, microbatch=microbatch),
                 training=settings.training,
             )
-            kept = save_recompute_inputs(arguments, self._buffers) if self._recompute else None
-            run = self._run(arguments, microbatch, training=settings.training, again=kept is not None)
-            if kept is not None:
-                kept.check_unchanged()
-            saved = SavedForward(arguments.leaves, arguments.sources, {}, run.loss, kept)
+            recompute_inputs = save_recompute_inputs(arguments, self._buffers) if self._recompute else None
+            run = self._run(
+                arguments, microbatch, training=settings.training, again=recompute_inputs is not None
+            )
+            if recompute_inputs is not None:
+                recompute_inputs.check_unchanged()
+            saved = SavedForward(arguments.leaves, arguments.sources, {}, run.loss, recompute_inputs)
             for wiring, output in zip(self._wiring.outputs, run.outputs, strict=True):
                 self._tensors.hand_on(wiring, output, microbatch, saved)
             if settings.training:
@@ -139,15 +141,15 @@ class StageRunner:
             with self._restored_to(saved.recompute_inputs):
                 self._run_again(saved, microbatch)
                 roots, gradients = self._tensors.roots(saved, microbatch)
-                found, weights = backward_input(roots, gradients, saved.leaves)
+                input_gradients, weights = backward_input(roots, gradients, saved.leaves)
                 self._weights[microbatch] = weights, saved.recompute_inputs
-                self._tensors.pass_back(saved, found, microbatch)
+                self._tensors.pass_back(saved, input_gradients, microbatch)
 
     def backward_weight(self, microbatch: int) -> None:
         """W: gradients of parameters."""
         with self._reported("W", microbatch):
-            weights, kept = self._weights.pop(microbatch)
-            with self._restored_to(kept):
+            weights, recompute_inputs = self._weights.pop(microbatch)
+            with self._restored_to(recompute_inputs):
                 weights.run()
 
     def _run(
@@ -155,13 +157,13 @@ class StageRunner:
     ) -> ForwardResult:
         """Run the module, and the loss where the model's output is. What will be run `again` for its backward
         keeps nothing, and leaves the loss, which may count its calls, to that run."""
-        exchange, settings = self._exchange, self._settings
+        state, settings = self._state, self._settings
         loss = None
-        if exchange.targets is not None and not again:
+        if state.targets is not None and not again:
             loss = functools.partial(self._loss, microbatch=microbatch)
-            if settings.weights is not None and exchange.weights is None and self._has_loss:
+            if settings.weights is not None and state.weights is None and self._has_loss:
                 # workers may sum here: not while this one has the generators, for which others may wait
-                exchange.weights = settings.weights(exchange.targets)
+                state.weights = settings.weights(state.targets)
         with self._random_state(microbatch):
             run = run_forward(
                 self._module,
@@ -174,7 +176,7 @@ class StageRunner:
                 loss=loss,
             )
         if run.loss is not None:
-            exchange.losses[microbatch] = run.loss.detach()
+            state.losses[microbatch] = run.loss.detach()
         return run
 
     @property
@@ -182,7 +184,7 @@ class StageRunner:
         return bool(self._wiring.model_outputs)
 
     def _run_again(self, saved: SavedForward, microbatch: int) -> None:
-        """Of a recomputed stage: the forward once more, with gradients now."""
+        """Run the forward of a recomputed stage once more, with gradients now."""
         if saved.recompute_inputs is None:
             return
         run = self._run(saved.recompute_inputs.take_arguments(), microbatch, training=True)
@@ -191,11 +193,15 @@ class StageRunner:
             if wiring.local_consumers or wiring.routes:
                 saved.outputs[wiring.tensor] = output
 
-    def _restored_to(self, kept: RecomputeInputs | None) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext() if kept is None else self._buffers.restored_to(kept)
+    def _restored_to(self, recompute_inputs: RecomputeInputs | None) -> contextlib.AbstractContextManager:
+        return (
+            contextlib.nullcontext()
+            if recompute_inputs is None
+            else self._buffers.restored_to(recompute_inputs)
+        )
 
     def _accept(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The outputs as they may be handed on. ValueError for another shape than the traced one."""
+        """Check the outputs and copy those in receive buffers. ValueError for another shape than the traced one."""
         outputs = []
         for wiring, result in zip(self._wiring.outputs, results, strict=True):
             if wiring.shape is not None and tuple(result.shape) != wiring.shape:
@@ -208,16 +214,16 @@ class StageRunner:
         return outputs
 
     def _loss(self, output: torch.Tensor | tuple[torch.Tensor, ...], microbatch: int) -> torch.Tensor:
-        exchange = self._exchange
-        value = self._settings.loss(output, exchange.targets[microbatch])
+        state = self._state
+        value = self._settings.loss(output, state.targets[microbatch])
         loss, metrics = value if isinstance(value, tuple) else (value, {})
-        found = {name: _metric_tensor(metric, loss.device) for name, metric in metrics.items()}
-        if exchange.weights is None:
-            exchange.metrics[microbatch] = found
+        tensors = {name: _metric_tensor(metric, loss.device) for name, metric in metrics.items()}
+        if state.weights is None:
+            state.metrics[microbatch] = tensors
             return loss
-        weight = exchange.weights[microbatch]  # 0: a mean of nothing is no number
-        exchange.metrics[microbatch] = {
-            name: torch.where(weight > 0, metric * weight, 0.0) for name, metric in found.items()
+        weight = state.weights[microbatch]  # 0: a mean of nothing is no number
+        state.metrics[microbatch] = {
+            name: torch.where(weight > 0, metric * weight, 0.0) for name, metric in tensors.items()
         }
         weight = weight.to(loss.dtype)
         return torch.where(weight > 0, loss * weight, zero_loss(output))
@@ -225,17 +231,17 @@ class StageRunner:
     def _random_state(self, microbatch: int) -> contextlib.AbstractContextManager:
         if self._random is None:
             # No operation of the stage draws, but a user's loss may.
-            with_loss = self._has_loss and self._exchange.targets is not None
+            with_loss = self._has_loss and self._state.targets is not None
             return RNG_LOCK if with_loss else contextlib.nullcontext()
-        return self._random.forward(self._exchange.step, microbatch, self._stage)
+        return self._random.forward(self._state.step, microbatch, self._stage)
 
     @contextlib.contextmanager
     def _reported(self, action: str, microbatch: int):
-        leave_breadcrumb(f"{self._stage}{action}{microbatch} of step {self._exchange.step}")
+        leave_breadcrumb(f"{self._stage}{action}{microbatch} of step {self._state.step}")
         try:
             yield
             if (observer := self._tensors.observer) is not None:
-                observer.ended(action, self._stage, microbatch)
+                observer.on_action_end(action, self._stage, microbatch)
             leave_breadcrumb("")
         except PeerLostError as error:  # in a sum inside the stage: no fault of the user's code
             raise PeerLostError(f"{self._stage}{action}{microbatch}: {error}", error.peer) from error
@@ -250,7 +256,7 @@ class StageRunner:
 
 
 def _metric_tensor(metric: torch.Tensor | float, device: torch.device) -> torch.Tensor:
-    """On `device`, where no number of the host's makes it wait."""
+    """`metric` as float64 on `device`, without a copy that the device waits for."""
     if isinstance(metric, torch.Tensor):
         return metric.detach().to(device, torch.float64)
     return torch.full((), float(metric), dtype=torch.float64, device=device)

@@ -24,8 +24,12 @@ LossValue = torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor | float
 
 @dataclass(frozen=True)
 class ComputeSettings:
-    """How the stages of a mesh compute. `transfer_dtype`: dtype of a route's tensor on the wire; `weights`: by a step's
-    targets, what each microbatch's loss counts (1 on average), None where all count alike; `keeps_random`: RunOptions'."""
+    """Settings of the stages of a mesh.
+
+    `transfer_dtype` gives the dtype of a route's tensor on the wire, `is_pooled` whether a tensor lies in a receive buffer.
+    `weights` gives the weight of each microbatch's loss (1 on average) from a step's targets; None: all weigh 1.
+    `keeps_random` is that of RunOptions.
+    """
 
     device: torch.device
     training: bool
@@ -43,7 +47,7 @@ class ComputeSettings:
 
 @dataclass
 class StepState:
-    """What the actions of one mesh hand to each other within a step.
+    """The tensors of the step in flight, which the actions of one mesh hand to each other.
 
     Keys end with the microbatch. Every entry is made by one action and taken by one that the program
     orders after it, so no lock is needed. Tensors of `received*` lie in pooled buffers.
@@ -70,7 +74,7 @@ class StepState:
         inputs: Sequence[tuple[torch.Tensor, ...]],
         targets: Sequence[torch.Tensor] | None,
     ) -> None:
-        """Forget the last step."""
+        """Forget the last step and take the batch of this one."""
         self.step, self.inputs, self.targets, self.weights = step, inputs, targets, None
         for left in (
             self.received,
@@ -87,15 +91,15 @@ class StepState:
             left.clear()
 
     def losses_in_order(self) -> list[float]:
-        """One a microbatch; on CUDA the host waits, once for all."""
+        """The losses by microbatch; on CUDA the host waits, once for all."""
         return torch.stack([self.losses[m] for m in sorted(self.losses)]).tolist() if self.losses else []
 
     def outputs_in_order(self) -> list[torch.Tensor]:
-        """One a microbatch."""
+        """The model outputs by microbatch."""
         return [self.outputs[m] for m in sorted(self.outputs)]
 
     def metrics_by_name(self) -> dict[str, list[float]]:
-        """The metrics of the losses, one number a microbatch; on CUDA the host waits, once for all."""
+        """The metrics of the losses by name, each a number per microbatch; on CUDA the host waits, once for all."""
         if not any(self.metrics.values()):
             return {}
         names = list(next(iter(self.metrics.values())))
@@ -106,26 +110,26 @@ class StepState:
 
 
 class StageObserver(Protocol):
-    """Who is told what the stages of a mesh take, give and have done; on CPU each tensor is as it is at that moment."""
+    """Watches what the stages of a mesh receive, make, send and do; on CPU each tensor has its value of that moment."""
 
-    def made(self, stage: int, tensor: str, microbatch: int, value: torch.Tensor) -> None:
+    def on_output(self, stage: int, tensor: str, microbatch: int, value: torch.Tensor) -> None:
         """A stage's forward made an output."""
 
-    def gave(self, route: Route, backward: bool, microbatch: int, tensor: torch.Tensor) -> None:
+    def on_send(self, route: Route, backward: bool, microbatch: int, tensor: torch.Tensor) -> None:
         """A stage left `tensor` to be sent."""
 
-    def took(self, route: Route, backward: bool, microbatch: int, tensor: torch.Tensor) -> None:
+    def on_receive(self, route: Route, backward: bool, microbatch: int, tensor: torch.Tensor) -> None:
         """A stage uses `tensor`, which was received."""
 
-    def ended(self, action: str, stage: int, microbatch: int) -> None:
+    def on_action_end(self, action: str, stage: int, microbatch: int) -> None:
         """A stage's action is over."""
 
 
 @dataclass
 class SavedForward:
-    """What a forward leaves for the backward of its microbatch. `sources` name where each leaf came from.
+    """The tensors that a forward leaves for the backward of its microbatch; leaf k came from `sources[k]`.
 
-    Of a recomputed stage `outputs` and `loss` are missing until the forward has run again, from `kept`.
+    Of a recomputed stage `outputs` and `loss` are missing until the forward has run again, from `recompute_inputs`.
     """
 
     leaves: list[torch.Tensor]
@@ -138,52 +142,52 @@ class SavedForward:
 class StageTensors:
     """The inputs, outputs and gradients of the stage of `wiring`."""
 
-    def __init__(self, wiring: StageWiring, exchange: StepState, settings: ComputeSettings):
+    def __init__(self, wiring: StageWiring, state: StepState, settings: ComputeSettings):
         self._stage = wiring.stage
         self._wiring = wiring
-        self._exchange = exchange
+        self._state = state
         self._settings = settings
         self.observer: StageObserver | None = None
 
     def fetch(self, source: InputSource, microbatch: int) -> torch.Tensor:
-        """What the stage takes from `source`, as it was made."""
-        exchange = self._exchange
+        """The stage's argument from `source`, in the dtype in which it was made."""
+        state = self._state
         if isinstance(source, ModelInput):
-            return exchange.inputs[microbatch][source.position]
+            return state.inputs[microbatch][source.position]
         if isinstance(source, LocalInput):
-            return exchange.local[source.source, source.tensor, microbatch]
-        received = exchange.received[source.route.index, microbatch]
+            return state.local[source.source, source.tensor, microbatch]
+        received = state.received[source.route.index, microbatch]
         if self.observer is not None:
-            self.observer.took(source.route, False, microbatch, received)
+            self.observer.on_receive(source.route, False, microbatch, received)
         return received.to(source.route.dtype)
 
     def hand_on(
         self, wiring: OutputWiring, output: torch.Tensor, microbatch: int, saved: SavedForward
     ) -> None:
-        """Leave an output for its consumers here, for its transfers, and in `saved` for the backward."""
-        exchange, settings = self._exchange, self._settings
+        """Leave an output for its consumers on this mesh, for its transfers, and in `saved` for the backward."""
+        state, settings = self._state, self._settings
         if self.observer is not None:
-            self.observer.made(self._stage, wiring.tensor, microbatch, output)
-        if wiring.is_model_output and exchange.targets is None:
+            self.observer.on_output(self._stage, wiring.tensor, microbatch, output)
+        if wiring.is_model_output and state.targets is None:
             made = output.detach()
             several = len(self._wiring.model_outputs) > 1
-            exchange.outputs[microbatch] = (*exchange.outputs.get(microbatch, ()), made) if several else made
+            state.outputs[microbatch] = (*state.outputs.get(microbatch, ()), made) if several else made
         if wiring.local_consumers:
-            exchange.local[self._stage, wiring.tensor, microbatch] = output
+            state.local[self._stage, wiring.tensor, microbatch] = output
         for route in wiring.routes:
             wire = output.detach()
             if wire.dtype != route.dtype and settings.autocast_dtype is None:
                 raise ValueError(f"output {wiring.tensor!r} has dtype {wire.dtype}, traced as {route.dtype}")
             wire = wire.to(settings.transfer_dtype(route)).contiguous().resolve_conj().resolve_neg()
-            exchange.to_send[route.index, microbatch] = wire
+            state.to_send[route.index, microbatch] = wire
             if self.observer is not None:
-                self.observer.gave(route, False, microbatch, wire)
+                self.observer.on_send(route, False, microbatch, wire)
         if (wiring.local_consumers or wiring.routes) and saved.recompute_inputs is None:
             saved.outputs[wiring.tensor] = output
 
     def roots(self, saved: SavedForward, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The tensors that backward starts from and their gradients, summed over users in a fixed order."""
-        exchange = self._exchange
+        state = self._state
         roots, gradients = [], []
         if saved.loss is not None and saved.loss.requires_grad:
             roots.append(saved.loss)
@@ -192,7 +196,7 @@ class StageTensors:
             if wiring.tensor not in saved.outputs:
                 continue
             parts = [
-                exchange.local_gradients.pop((self._stage, wiring.tensor, user, microbatch), None)
+                state.local_gradients.pop((self._stage, wiring.tensor, user, microbatch), None)
                 for user in wiring.local_consumers
             ]
             parts += [
@@ -203,7 +207,7 @@ class StageTensors:
             if gradient is not None and output.requires_grad:
                 roots.append(output)
                 gradients.append(gradient)
-            exchange.local.pop((self._stage, wiring.tensor, microbatch), None)
+            state.local.pop((self._stage, wiring.tensor, microbatch), None)
         return roots, gradients
 
     def _loss_gradient(self, loss: torch.Tensor) -> torch.Tensor:
@@ -213,25 +217,27 @@ class StageTensors:
         return scaler.gradient(loss) / microbatches
 
     def _received_gradient(self, route: Route, microbatch: int) -> torch.Tensor:
-        received = self._exchange.received_gradients.pop((route.index, microbatch))
+        received = self._state.received_gradients.pop((route.index, microbatch))
         if self.observer is not None:
-            self.observer.took(route, True, microbatch, received)
+            self.observer.on_receive(route, True, microbatch, received)
         return received
 
-    def pass_back(self, saved: SavedForward, found: Sequence[torch.Tensor | None], microbatch: int) -> None:
+    def pass_back(
+        self, saved: SavedForward, gradients: Sequence[torch.Tensor | None], microbatch: int
+    ) -> None:
         """Leave the gradients of the inputs for the stages that made them."""
-        exchange = self._exchange
-        for source, gradient in zip(saved.sources, found, strict=True):
+        state = self._state
+        for source, gradient in zip(saved.sources, gradients, strict=True):
             if gradient is not None and self._settings.is_pooled(gradient):
                 gradient = gradient.clone()
             if isinstance(source, LocalInput):
-                exchange.local_gradients[source.source, source.tensor, self._stage, microbatch] = gradient
+                state.local_gradients[source.source, source.tensor, self._stage, microbatch] = gradient
                 continue
             route = source.route
-            parts = exchange.gradient_parts.setdefault((route.index, microbatch), {})
+            parts = state.gradient_parts.setdefault((route.index, microbatch), {})
             parts[self._stage] = gradient
             if len(parts) == len(route.consumers):
-                del exchange.gradient_parts[route.index, microbatch]
+                del state.gradient_parts[route.index, microbatch]
                 self._send_back(route, parts, microbatch)
 
     def _send_back(self, route: Route, parts: dict[int, torch.Tensor | None], microbatch: int) -> None:
@@ -240,9 +246,9 @@ class StageTensors:
         if total is None:
             total = torch.zeros(route.shape, dtype=dtype, device=self._settings.device)
         total = total.contiguous().resolve_conj().resolve_neg()
-        self._exchange.gradients_to_send[route.index, microbatch] = total
+        self._state.gradients_to_send[route.index, microbatch] = total
         if self.observer is not None:
-            self.observer.gave(route, True, microbatch, total)
+            self.observer.on_send(route, True, microbatch, total)
 
 
 def _sum_gradients(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | None:

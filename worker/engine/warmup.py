@@ -25,14 +25,14 @@ from worker.model.rng import RNG_LOCK
 
 @dataclass(frozen=True)
 class _TensorCopy:
-    """A tensor and what it held; kept in the host's memory, as the device may have no room for it twice."""
+    """A tensor and a copy of its values in host memory, as the device may have no room for them twice."""
 
     tensor: torch.Tensor
-    held: torch.Tensor
+    values: torch.Tensor
 
 
 class StateSnapshot:
-    """Parameters, buffers, the optimizer's state and all random states as they are now."""
+    """A copy of parameters, buffers, optimizer state and all RNG states, to be restored later."""
 
     def __init__(self, modules: Iterable[nn.Module], optimizer: torch.optim.Optimizer | None):
         self._optimizer = optimizer
@@ -55,9 +55,9 @@ class StateSnapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Make everything what it was, to the bit."""
-        for kept in self._tensors:
-            _restore(kept)
+        """Restore all of it, to the bit."""
+        for saved in self._tensors:
+            _restore(saved)
         if self._optimizer is not None:
             self._restore_optimizer(self._optimizer)
         of_python, of_numpy, of_torch, cuda = self._random
@@ -74,10 +74,10 @@ class StateSnapshot:
         vars(optimizer).update(self._numbers)
         optimizer.state.clear()
         optimizer.state.update({key: _restore(entry) for key, entry in self._state.items()})
-        for group, kept in zip(optimizer.param_groups, self._groups, strict=True):
+        for group, saved in zip(optimizer.param_groups, self._groups, strict=True):
             parameters = group["params"]
             group.clear()
-            group.update({"params": parameters, **{key: _restore(value) for key, value in kept.items()}})
+            group.update({"params": parameters, **{key: _restore(value) for key, value in saved.items()}})
 
 
 def _snapshot(value: Any) -> Any:
@@ -90,21 +90,21 @@ def _snapshot(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def _restore(kept: Any) -> Any:
-    if isinstance(kept, _TensorCopy):
-        kept.tensor.detach().copy_(kept.held)
-        return kept.tensor
-    if isinstance(kept, Mapping):
-        return {key: _restore(entry) for key, entry in kept.items()}
-    if isinstance(kept, list | tuple):
-        return type(kept)(_restore(entry) for entry in kept)
-    return kept
+def _restore(saved: Any) -> Any:
+    if isinstance(saved, _TensorCopy):
+        saved.tensor.detach().copy_(saved.values)
+        return saved.tensor
+    if isinstance(saved, Mapping):
+        return {key: _restore(entry) for key, entry in saved.items()}
+    if isinstance(saved, list | tuple):
+        return type(saved)(_restore(entry) for entry in saved)
+    return saved
 
 
 def batch_on_device(
     inputs: Sequence[tuple[Tensor, ...]], targets: Sequence[Tensor] | None, device: torch.device
 ) -> tuple[Sequence[tuple[Tensor, ...]], Sequence[Tensor] | None]:
-    """A batch on the device, where it may be already; on CPU it always is."""
+    """`inputs` and `targets` on `device`; as they are where they lie there already."""
     if device.type == "cpu" or all(t.is_cuda for t in (*itertools.chain(*inputs), *(targets or ()))):
         return inputs, targets
     inputs = [tuple(t.to(device, non_blocking=True) for t in arguments) for arguments in inputs]

@@ -30,7 +30,7 @@ _REACHED = {"REDUCE": re.compile(r"running \d*REDUCE"), "STEP": re.compile(r"run
 
 
 class ReshardingStatus(Protocol):
-    """The reshardings of a worker: which transfers these are (edge, backward), and for whom one that runs waits."""
+    """The resharded transfers of a worker by (edge, backward), and the workers for whom a running one waits."""
 
     def __contains__(self, key: object) -> bool: ...
 
@@ -38,9 +38,12 @@ class ReshardingStatus(Protocol):
 
 
 class Watchdog:
-    """Over the steps of one mesh. `limits_s` has the seconds that each instruction of `program` may take; of its transfers
-    those in `reshardings` wait for more workers than one; with `gathers` STEP waits for the other workers of this mesh,
-    and what is computed for those whom it meets in `collectives`."""
+    """Watches the steps of one mesh.
+
+    `limits_s` has the seconds that each instruction of `program` may take. Transfers in `reshardings` wait for several
+    workers; with `gathers` STEP waits for the other workers of this mesh; an action waits for the ranks of the
+    `collectives` that it enters.
+    """
 
     def __init__(
         self,
@@ -65,7 +68,7 @@ class Watchdog:
         self.published_s = 0.0
 
     def publish(self, step: int, statuses: Sequence[LaneStatus]) -> None:
-        """Tell the peers how far this mesh is. PeerLostError when the store is gone."""
+        """Publish the progress of this worker. PeerLostError when the store is gone."""
         now = time.monotonic()
         last = self._lanes.last_compute()
         text = f"step {step}, last finished {'nothing' if last is None else self._program[last]}"
@@ -81,7 +84,7 @@ class Watchdog:
             raise PeerLostError(f"the rendezvous store is gone: {error}", "driver") from error
 
     def check(self, statuses: Sequence[LaneStatus]) -> None:
-        """Raise AbortedError when somebody else failed, StallError when a slot is over its limit."""
+        """Raise AbortedError when another worker failed, StallError when a slot is over its limit."""
         failure = self._transport.failure()
         if failure is not None:
             raise AbortedError(failure.origin, failure.reason)
@@ -95,7 +98,7 @@ class Watchdog:
                 raise self._stall(status.current, waited)
 
     def diagnose(self, error: BaseException) -> BaseException:
-        """The error that names the cause of a step that ended with `error`; may wait for a peer's last words."""
+        """The error that names the cause of a step that ended with `error`; may wait for a peer to announce it."""
         if isinstance(error, PeerLostError):
             # Whoever broke the connection may have said why; give the word a moment to arrive.
             deadline = time.monotonic() + _CAUSE_GRACE_S
@@ -149,15 +152,14 @@ class Watchdog:
         return PeerLostError(text, error.peer)
 
     def _is_published(self, status: LaneStatus) -> bool:
-        """Whether the peers want to know of it: what is computed, and the sums over workers and the reshardings that this
-        one has come to."""
-        one = self._program[status.current]
-        return status.lane == COMPUTE_LANE or one.op == "REDUCE" or self._resharded(one)
+        """True for a lane that peers ask about: the compute lane, and sums and reshardings that this worker has entered."""
+        instruction = self._program[status.current]
+        return status.lane == COMPUTE_LANE or instruction.op == "REDUCE" or self._resharded(instruction)
 
-    def _resharded(self, one: Instruction) -> bool:
-        """Whether it is a transfer that several workers of a mesh carry out together."""
-        way = (one.edge, one.op.endswith("B"))
-        return one.peer is not None and self._reshardings is not None and way in self._reshardings
+    def _resharded(self, instruction: Instruction) -> bool:
+        """True for a transfer that several workers of a mesh carry out together."""
+        key = (instruction.edge, instruction.op.endswith("B"))
+        return instruction.peer is not None and self._reshardings is not None and key in self._reshardings
 
     def _is_peer(self, name: str) -> bool:
         topology = self._transport.topology
@@ -182,18 +184,18 @@ class Watchdog:
         return missing or self._not_arrived_at_transfer(index) or topology.names(instruction.peer)
 
     def _missing_in_collective(self) -> tuple[str, ...]:
-        """The workers that are missing in the sum in which the compute lane waits, if it does."""
+        """The workers that have not entered the in-stage collective in which the compute lane waits, if it does."""
         if self._collectives is None:
             return ()
         return self._collectives.missing(lambda name: getattr(self._progress(name), "text", ""))
 
     def _not_arrived_at(self, op: str, circles: Sequence[Sequence[str]]) -> tuple[str, ...]:
-        """The other workers of the first meshes that have not come to an instruction; where all of these have, of the
-        next."""
+        """The other workers that have not reached an `op`, of the first of `circles` (groups of meshes) in which one is
+        missing."""
         topology = self._transport.topology
-        mine = topology.name(topology.rank(self._mesh, self._transport.worker))
+        own = topology.name(topology.rank(self._mesh, self._transport.worker))
         for meshes in circles:
-            others = [name for mesh in meshes for name in topology.names(mesh) if name != mine]
+            others = [name for mesh in meshes for name in topology.names(mesh) if name != own]
             late = [
                 name for name in others if not _REACHED[op].search(getattr(self._progress(name), "text", ""))
             ]
@@ -202,9 +204,9 @@ class Watchdog:
         return ()
 
     def _not_arrived_at_action(self, index: int) -> tuple[str, ...]:
-        """Of the workers with which this one sums inside actions, those that neither run the one it is in nor ended it."""
+        """The workers with which this one sums inside actions that neither run its present action nor have ended it."""
         instruction = self._program[index]
-        over = {str(one) for one in self._program[index:] if one.lane == COMPUTE_LANE}
+        over = {str(later) for later in self._program[index:] if later.lane == COMPUTE_LANE}
 
         def late(name: str) -> bool:
             text = getattr(self._progress(name), "text", "")
@@ -216,14 +218,14 @@ class Watchdog:
         )
 
     def _not_arrived_at_transfer(self, index: int) -> tuple[str, ...]:
-        """The workers of both meshes that have fallen silent, or else do not say that they are in the resharding."""
+        """The workers of both meshes that have fallen silent, or else all that do not report to be in the resharding."""
         instruction, topology = self._program[index], self._transport.topology
-        mine = topology.name(topology.rank(self._mesh, self._transport.worker))
+        own = topology.name(topology.rank(self._mesh, self._transport.worker))
         here = re.compile(
             rf"running \d+(?:SEND|RECV)_{instruction.op[-1]}{instruction.microbatch}@\S+/e{instruction.edge} "
         )
         names = [
-            name for name in (*topology.names(instruction.peer), *topology.names(self._mesh)) if name != mine
+            name for name in (*topology.names(instruction.peer), *topology.names(self._mesh)) if name != own
         ]
         said = {name: self._progress(name) for name in names}
         silent = [name for name in names if said[name] is None] or [
@@ -233,9 +235,9 @@ class Watchdog:
         return tuple(silent or (name for name in names if not here.search(said[name].text)))
 
     def _peer_is_alive(self, index: int) -> bool:
-        """Whether somebody that it waits for watches himself."""
-        found = [self._progress(peer) for peer in self._peers(index)]
-        return any(progress is not None and progress.age_s < _PEER_ALIVE_S for progress in found)
+        """True where a worker that the instruction waits for has published its progress of late."""
+        progresses = [self._progress(peer) for peer in self._peers(index)]
+        return any(progress is not None and progress.age_s < _PEER_ALIVE_S for progress in progresses)
 
     def _progress(self, mesh: str) -> Progress | None:
         try:
@@ -244,7 +246,7 @@ class Watchdog:
             return None
 
     def _failure(self) -> Failure | None:
-        """What somebody announced; a broken connection that the transport has noticed says less."""
+        """The announced failure; a broken connection that the transport has noticed says less."""
         try:
             return self._transport.failure()
         except PeerLostError:

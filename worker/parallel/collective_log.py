@@ -187,6 +187,6 @@ class CollectiveLog:
             if local_record != remote_record:
                 raise EngineError(
                     f"{self._own_name} and {member} meet the collectives of group {group} in different orders: number "
-                    f"{number} is {local_record or 'none'} on {self._own_name} and {remote_record or 'none'} on {member}; gradients "
-                    "would be wrong: report this with the job"
+                    f"{number} is {local_record or 'none'} on {self._own_name} and {remote_record or 'none'} on {member}; "
+                    "gradients would be wrong: report this with the job"
                 )

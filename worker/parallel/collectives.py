@@ -47,7 +47,7 @@ class Collectives:
         return self.transport.is_muted
 
     def muted(self) -> contextlib.AbstractContextManager[None]:
-        """In the body nothing is sent, received or summed, and collectives are recorded as ever."""
+        """A context in which nothing is sent, received or summed; collectives are recorded as ever."""
         return self.transport.muted()
 
     def all_reduce(self, group: str, tensor: torch.Tensor) -> None:
@@ -142,7 +142,7 @@ class MutableTransport:
 
     @contextlib.contextmanager
     def muted(self) -> Iterator[None]:
-        """In the body nothing moves; nor afterwards, where the body raises."""
+        """A context in which nothing moves; nor afterwards, where the body raises."""
         self.is_muted = True
         yield
         self.is_muted = False

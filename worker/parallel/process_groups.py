@@ -24,11 +24,13 @@ def reduce_groups(
     sharded: bool = False,
     tensor: int = 1,
 ) -> dict[str, tuple[int, ...]]:
-    """Ranks that all-reduce together, by name: the workers of a mesh, the same worker of all meshes, and
-    the same worker of all meshes that hold a tied parameter. Where meshes have unlike sizes all their workers stand
-    in place of the same ones. Where some are `sharded`, no worker of which knows the norm of its mesh, there are all
-    workers too. Of the workers of a mesh `tensor` next to each other share matrices: these are a group, and those that
-    have the same part. The same mapping on every worker."""
+    """The ranks of each group of REDUCE and of tensor parallelism by name, equal on every worker.
+
+    In each mesh `tensor` ranks next to each other are a tp group, and the ranks with equal shards a dp group. Uniform
+    meshes have a pp group for each worker number, and one for each tied parameter that several meshes hold; `mesh_of_stage`
+    says which hold the stages of `tied`. Heterogeneous meshes have, in place of these, groups of all workers of such
+    meshes, and WORLD. Where meshes are `sharded` there is WORLD too, as no rank knows the norm of its mesh. Groups of one
+    rank are left out."""
     groups: dict[str, tuple[int, ...]] = {}
     shared = {name: {mesh_of_stage[stage] for stage in stages} for name, stages in tied.items()}
     shared = {name: holders for name, holders in shared.items() if len(holders) > 1}
@@ -71,22 +73,22 @@ def batch_norm_groups(topology: Topology, tensor: int = 1) -> dict[str, tuple[in
 
 
 def dp_group(mesh: str, worker: int, tensor: int) -> str:
-    """The workers of `mesh` that sum their gradients with worker `worker`."""
+    """The name of the dp group of worker `worker` of `mesh`: the workers that sum their gradients."""
     return f"{DP_GROUP}/{mesh}" if tensor == 1 else f"{DP_GROUP}/{mesh}/{worker % tensor}"
 
 
 def tp_group(mesh: str, worker: int, tensor: int) -> str:
-    """The workers of `mesh` that share matrices with worker `worker`."""
+    """The name of the tp group of worker `worker` of `mesh`."""
     return f"{TP_GROUP}/{mesh}/{worker // tensor}"
 
 
 def batch_norm_group(mesh: str, worker: int, tensor: int) -> str:
-    """The workers of `mesh` that normalise together with worker `worker`."""
+    """The name of the group of `mesh` whose workers normalise together with worker `worker`."""
     return f"{BATCH_NORM_GROUP}/{mesh}/{worker % tensor}"
 
 
 def in_stage_peers(topology: Topology, own: int, groups: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
-    """The workers that sum with rank `own` inside actions: those that share its matrices, or its batch statistics."""
+    """The names of the workers that sum with rank `own` inside actions: of its tp group and of its batch norm group."""
     inside = [
         ranks for name, ranks in groups.items() if name.startswith((f"{TP_GROUP}/", f"{BATCH_NORM_GROUP}/"))
     ]

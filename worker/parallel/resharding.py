@@ -29,7 +29,7 @@ _POLL_S = 0.05
 
 
 class PeerTransport(Protocol):
-    """What a resharding asks of a transport: one in which each worker, by the plan's name of it, is a peer."""
+    """A transport in which each worker, by its name in the plan, is a peer."""
 
     def send(self, peer: str, tag: int, tensor: torch.Tensor) -> Callable[[], None] | None: ...
 
@@ -40,7 +40,7 @@ class PeerTransport(Protocol):
 
 @dataclass(frozen=True)
 class MessageTiming:
-    """When a message that this worker received was begun and had come, by this worker's monotonic clock."""
+    """Start and end of the receipt of a message, by this worker's monotonic clock."""
 
     number: int
     start_s: float
@@ -48,9 +48,9 @@ class MessageTiming:
 
 
 class Resharder:
-    """One worker's end of one plan; runs it as often as asked, one at a time.
+    """One worker's end of one plan; runs it any number of times, one at a time.
 
-    `limit_s`: so long no message of this worker may end before the resharding fails, naming what it waits for.
+    The resharding fails, and names what it waits for, where no message of this worker ends for `limit_s` seconds.
     """
 
     def __init__(self, plan: ReshardingPlan, worker: str, transport: PeerTransport, *, limit_s: float = 60.0):
@@ -61,7 +61,9 @@ class Resharder:
         self._worker = worker
         self._transport = transport
         self._limit_s = limit_s
-        self._own_messages = tuple(one for one in plan.messages if worker in (one.sender, one.receiver))
+        self._own_messages = tuple(
+            message for message in plan.messages if worker in (message.sender, message.receiver)
+        )
 
     def run(self, tensor: torch.Tensor, first_tag: int = 0) -> list[MessageTiming]:
         """`start`, and wait for its end."""
@@ -77,7 +79,7 @@ class Resharder:
         return self.begin(tensor, first_tag).finish
 
     def begin(self, tensor: torch.Tensor, first_tag: int = 0) -> ReshardingRun:
-        """As `start`, but what is returned also tells whom it waits for."""
+        """As `start`, but returns the run, which can say for whom it waits."""
         check_tensor(self._worker, self._plan, tensor)
         if tensor.device.type != "cpu":
             raise ValueError(
@@ -95,13 +97,13 @@ class Resharder:
 
 
 class ReshardingRun:
-    """A resharding that runs, this worker's part of it."""
+    """This worker's part of a running resharding."""
 
     def __init__(
         self,
         plan: ReshardingPlan,
         worker: str,
-        mine: tuple[Message, ...],
+        messages: tuple[Message, ...],
         tensor: torch.Tensor,
         transport: PeerTransport,
         limit_s: float,
@@ -111,21 +113,23 @@ class ReshardingRun:
         self._transport = transport
         self._limit_s = limit_s
         self._first_tag = first_tag
-        self._tiles = TileBuffers(plan, worker, mine, tensor)
-        self._arrived = {one.number: threading.Event() for one in mine if one.receiver == worker}
-        self._open = {one.number: one for one in mine}
+        self._tiles = TileBuffers(plan, worker, messages, tensor)
+        self._arrived = {
+            message.number: threading.Event() for message in messages if message.receiver == worker
+        }
+        self._open = {message.number: message for message in messages}
         self._measured: list[MessageTiming] = []
         self._lock = threading.Lock()
         self._failed: BaseException | None = None
         self._last = time.monotonic()
         lanes: dict[tuple[bool, bool], list[Message]] = defaultdict(list)
-        for one in mine:
-            lanes[one.sender == worker, one.local].append(one)
+        for message in messages:
+            lanes[message.sender == worker, message.local].append(message)
         self._threads = [
             threading.Thread(
-                target=self._lane, args=(messages, self._send if sends else self._receive), daemon=True
+                target=self._lane, args=(in_order, self._send if sends else self._receive), daemon=True
             )
-            for (sends, _), messages in lanes.items()
+            for (sends, _), in_order in lanes.items()
         ]
         for thread in self._threads:
             thread.start()
@@ -141,15 +145,17 @@ class ReshardingRun:
             thread.join(self._limit_s)
         if self._failed is not None:
             raise self._failed
-        return sorted(self._measured, key=lambda one: one.number)
+        return sorted(self._measured, key=lambda message: message.number)
 
     def missing(self) -> tuple[str, ...]:
         """The workers at the other ends of messages that could go on and have not ended."""
         with self._lock:
             ready = [
-                one for one in self._open.values() if not any(before in self._open for before in one.after)
+                message
+                for message in self._open.values()
+                if not any(before in self._open for before in message.after)
             ]
-        others = {end for one in ready for end in (one.sender, one.receiver)} - {self._worker}
+        others = {end for message in ready for end in (message.sender, message.receiver)} - {self._worker}
         return tuple(sorted(others))
 
     def _waiting(self) -> str:
@@ -166,46 +172,50 @@ class ReshardingRun:
         self._transport.abort()
 
     def _lane(self, messages: list[Message], start: Callable[[Message], Callable[[], None]]) -> None:
-        """Its messages in order, the next ones begun while one is on its way."""
+        """Carry out the messages of a lane in order; the next ones begin while one is on its way."""
         begun: list[tuple[Message, Callable[[], None]]] = []
         try:
-            for one in messages:
+            for message in messages:
                 if len(begun) == MESSAGES_IN_FLIGHT:
                     self._end(*begun.pop(0))
-                begun.append((one, start(one)))
+                begun.append((message, start(message)))
             while begun:
                 self._end(*begun.pop(0))
         except BaseException as error:
             self._fail(error)
 
-    def _end(self, one: Message, wait: Callable[[], None]) -> None:
+    def _end(self, message: Message, wait: Callable[[], None]) -> None:
         wait()
         with self._lock:
-            del self._open[one.number]
+            del self._open[message.number]
             self._last = time.monotonic()
 
-    def _send(self, one: Message) -> Callable[[], None]:
-        for before in one.after:
+    def _send(self, message: Message) -> Callable[[], None]:
+        for before in message.after:
             self._arrived[before].wait()
             if self._failed is not None:
                 raise self._failed
-        work = self._transport.send(one.receiver, self._first_tag + one.number, self._tiles.part(one))
+        work = self._transport.send(
+            message.receiver, self._first_tag + message.number, self._tiles.part(message)
+        )
 
         def wait() -> None:
             finish(work)
-            self._tiles.sent(one)
+            self._tiles.sent(message)
 
         return wait
 
-    def _receive(self, one: Message) -> Callable[[], None]:
+    def _receive(self, message: Message) -> Callable[[], None]:
         begun = time.monotonic()
-        work = self._transport.receive(one.sender, self._first_tag + one.number, self._tiles.part(one))
+        work = self._transport.receive(
+            message.sender, self._first_tag + message.number, self._tiles.part(message)
+        )
 
         def wait() -> None:
             finish(work)
-            self._measured.append(MessageTiming(one.number, begun, time.monotonic()))
-            self._arrived[one.number].set()
-            self._tiles.received(one)
+            self._measured.append(MessageTiming(message.number, begun, time.monotonic()))
+            self._arrived[message.number].set()
+            self._tiles.received(message)
 
         return wait
 
@@ -217,39 +227,39 @@ class TileBuffers:
     the tile is there.
     """
 
-    def __init__(self, plan: ReshardingPlan, worker: str, mine: Sequence[Message], tensor: torch.Tensor):
+    def __init__(self, plan: ReshardingPlan, worker: str, messages: Sequence[Message], tensor: torch.Tensor):
         self._plan = plan
         self._worker = worker
         self._tensor = tensor
         self._box = plan.box(worker)
         self._bytes: dict[int, torch.Tensor] = {}
-        self._uses = Counter(one.tile for one in mine)
-        self._missing = Counter(one.tile for one in mine if one.receiver == worker)
+        self._uses = Counter(message.tile for message in messages)
+        self._missing = Counter(message.tile for message in messages if message.receiver == worker)
         self._lock = threading.Lock()
 
-    def part(self, one: Message) -> torch.Tensor:
+    def part(self, message: Message) -> torch.Tensor:
         """The bytes of a message, to be read or to be written."""
         size = self._plan.element_bytes
         with self._lock:
-            if one.tile not in self._bytes:
-                self._bytes[one.tile] = self._new(one.tile)
-            return self._bytes[one.tile][one.begin * size : one.end * size]
+            if message.tile not in self._bytes:
+                self._bytes[message.tile] = self._new(message.tile)
+            return self._bytes[message.tile][message.begin * size : message.end * size]
 
-    def sent(self, one: Message) -> None:
-        """The message has left: its bytes may go when nothing else is to be sent of the tile."""
-        self._used(one)
+    def sent(self, message: Message) -> None:
+        """Count a message that has left: the bytes of its tile are freed after the last one."""
+        self._used(message)
 
-    def received(self, one: Message) -> None:
-        """The message has come; with the last of a tile that lies elsewhere in the tensor, the tile goes there."""
+    def received(self, message: Message) -> None:
+        """Count a message that has come; the last one of a tile that was received apart writes the tile into the tensor."""
         with self._lock:
-            self._missing[one.tile] -= 1
-            whole = not self._missing[one.tile]
-        if whole and self._plan.needs(self._worker, one.tile):
-            place = self._place(one.tile)
+            self._missing[message.tile] -= 1
+            whole = not self._missing[message.tile]
+        if whole and self._plan.needs(self._worker, message.tile):
+            place = self._place(message.tile)
             if not place.is_contiguous():
-                flat = self._bytes[one.tile].view(self._tensor.dtype)
+                flat = self._bytes[message.tile].view(self._tensor.dtype)
                 place.copy_(flat.view(place.shape))
-        self._used(one)
+        self._used(message)
 
     def _new(self, tile: int) -> torch.Tensor:
         if self._plan.holds(self._worker, tile):
@@ -267,11 +277,11 @@ class TileBuffers:
         )
         return self._tensor[slices]
 
-    def _used(self, one: Message) -> None:
+    def _used(self, message: Message) -> None:
         with self._lock:
-            self._uses[one.tile] -= 1
-            if not self._uses[one.tile]:
-                del self._bytes[one.tile]
+            self._uses[message.tile] -= 1
+            if not self._uses[message.tile]:
+                del self._bytes[message.tile]
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -280,7 +290,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_tensor(worker: str, plan: ReshardingPlan, tensor: torch.Tensor) -> None:
-    """ValueError unless `tensor` is what `worker` has of the whole by `plan`."""
+    """ValueError unless `tensor` has the shape and element size of the box that `worker` has by `plan`."""
     shape = tuple(end - begin for begin, end in plan.box(worker))
     if tuple(tensor.shape) != shape:
         raise ValueError(
@@ -294,7 +304,7 @@ def check_tensor(worker: str, plan: ReshardingPlan, tensor: torch.Tensor) -> Non
 
 
 class ExchangeTransport(Protocol):
-    """What this asks of a transport: messages of one round, by the plan's names of the workers."""
+    """A transport that moves the messages of one round, by the names of the workers in the plan."""
 
     def exchange(
         self,
@@ -305,28 +315,31 @@ class ExchangeTransport(Protocol):
 
 
 class StreamResharder:
-    """One worker's end of one plan, whose messages travel in `group`; enqueues it as often as asked."""
+    """One worker's end of one plan, whose messages travel in `group`; enqueues it any number of times."""
 
     def __init__(self, plan: ReshardingPlan, worker: str, group: str):
         self._plan, self._worker, self._group = plan, worker, group
-        own = ([one for one in of if worker in (one.sender, one.receiver)] for of in message_rounds(plan))
+        own = (
+            [message for message in of if worker in (message.sender, message.receiver)]
+            for of in message_rounds(plan)
+        )
         self._rounds = [messages for messages in own if messages]
 
     def enqueue(self, tensor: torch.Tensor, transport: ExchangeTransport) -> None:
         """`tensor` is the worker's box of the whole: of a source read, of a target filled. ValueError where it has
         another shape or element size."""
         check_tensor(self._worker, self._plan, tensor)
-        messages = [one for of in self._rounds for one in of]
+        messages = [message for of in self._rounds for message in of]
         tiles = TileBuffers(self._plan, self._worker, messages, tensor.detach())
         for of in self._rounds:
-            sent = [one for one in of if one.sender == self._worker]
-            come = [one for one in of if one.receiver == self._worker]
+            sent = [message for message in of if message.sender == self._worker]
+            come = [message for message in of if message.receiver == self._worker]
             transport.exchange(
                 self._group,
-                [(one.receiver, tiles.part(one)) for one in sent],
-                [(one.sender, tiles.part(one)) for one in come],
+                [(message.receiver, tiles.part(message)) for message in sent],
+                [(message.sender, tiles.part(message)) for message in come],
             )
-            for one in sent:
-                tiles.sent(one)
-            for one in come:
-                tiles.received(one)
+            for message in sent:
+                tiles.sent(message)
+            for message in come:
+                tiles.received(message)

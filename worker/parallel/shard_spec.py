@@ -14,13 +14,13 @@ from itertools import accumulate, pairwise
 import torch
 
 CutPoints = Mapping[int, tuple[int, ...]]
-"""By dimension the indices at which a tensor is cut, both ends among them."""
+"""The indices at which a tensor is cut, both ends included, by dimension."""
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """What a worker has of tensor `name`: the whole, or of each of the `parts` that follow each other along `dim` the
-    share `worker` of as many as `workers`."""
+    """The slice of tensor `name` that a worker has: the whole, or slice `worker` of `workers` equal ones of each of the
+    `parts` (sizes) that follow each other along `dim`."""
 
     name: str
     dim: int | None = None
@@ -30,29 +30,29 @@ class ShardSpec:
 
     @property
     def layout(self) -> str:
-        """How its workers share it; the same words are the same way, among whatever number. Nothing for the whole."""
+        """The split for people, equal over any number of workers; empty for a whole tensor."""
         return "" if self.dim is None else f"dimension {self.dim} of {' + '.join(map(str, self.parts))}"
 
     @property
     def description(self) -> str:
-        """For a comparison with the others that have the same."""
+        """The slice for people."""
         if self.dim is None:
             return self.name
         return f"{self.name} (part {self.worker + 1} of {self.workers} along {self.layout})"
 
     @property
     def layout_key(self) -> tuple[int | None, tuple[int, ...], int]:
-        """The same of all that share it alike."""
+        """Equal for all workers that hold the tensor in one layout."""
         return self.dim, self.parts, self.workers
 
     def boundaries(self) -> Iterator[int]:
-        """Where, along `dim`, one of its workers ends, or begins."""
+        """The indices along `dim` at which the slice of a worker begins or ends."""
         yield from (0, *accumulate(self.parts))
         for part, end in zip(self.parts, accumulate(self.parts), strict=True):
             yield from (end - part + n * part // self.workers for n in range(self.workers))
 
     def local_index(self, dim: int, index: int) -> int | None:
-        """Where this worker has what lies at `index` of the whole's dimension; None where it has not."""
+        """The index in this worker's tensor of `index` of the whole along `dim`; None where it lies elsewhere."""
         if dim != self.dim:
             return index
         start = taken = 0
@@ -66,30 +66,31 @@ class ShardSpec:
 
 
 def common_cuts(workers: Sequence[Collection[ShardSpec]]) -> dict[str, CutPoints]:
-    """By name the tensors that some workers share otherwise than others, with the pieces in which they can be compared."""
-    ways: dict[str, dict[tuple[int | None, tuple[int, ...], int], ShardSpec]] = {}
-    for held in workers:
-        for one in held:
-            ways.setdefault(one.name, {}).setdefault(one.layout_key, one)
-    return {name: _cut_points(found.values()) for name, found in ways.items() if len(found) > 1}
+    """The cuts of each tensor that workers hold in several layouts, by name: in the pieces between them it can be
+    compared. `workers` has the specs of each worker."""
+    layouts: dict[str, dict[tuple[int | None, tuple[int, ...], int], ShardSpec]] = {}
+    for specs in workers:
+        for spec in specs:
+            layouts.setdefault(spec.name, {}).setdefault(spec.layout_key, spec)
+    return {name: _cut_points(specs.values()) for name, specs in layouts.items() if len(specs) > 1}
 
 
-def common_pieces(held: ShardSpec, tensor: torch.Tensor, cuts: CutPoints) -> dict[str, torch.Tensor]:
-    """Those that a worker has: views of its `tensor`, by what they are for people."""
-    found = [((), tensor)]
+def common_pieces(spec: ShardSpec, tensor: torch.Tensor, cuts: CutPoints) -> dict[str, torch.Tensor]:
+    """The pieces of a tensor that a worker has, as views of its `tensor`, by their description for people."""
+    pieces: list[tuple[tuple[str, ...], torch.Tensor]] = [((), tensor)]
     for dim, ends in sorted(cuts.items()):
-        found = [
-            ((*told, f"{begin} to {end - 1} along dimension {dim}"), piece.narrow(dim, at, end - begin))
-            for told, piece in found
+        pieces = [
+            ((*places, f"{begin} to {end - 1} along dimension {dim}"), piece.narrow(dim, at, end - begin))
+            for places, piece in pieces
             for begin, end in pairwise(ends)
-            if (at := held.local_index(dim, begin)) is not None
+            if (at := spec.local_index(dim, begin)) is not None
         ]
-    return {", ".join((held.name, *told)): piece for told, piece in found}
+    return {", ".join((spec.name, *places)): piece for places, piece in pieces}
 
 
-def _cut_points(ways: Collection[ShardSpec]) -> CutPoints:
-    borders: dict[int, set[int]] = {}
-    for one in ways:
-        if one.dim is not None:
-            borders.setdefault(one.dim, set()).update(one.boundaries())
-    return {dim: tuple(sorted(found)) for dim, found in borders.items()}
+def _cut_points(specs: Collection[ShardSpec]) -> CutPoints:
+    boundaries: dict[int, set[int]] = {}
+    for spec in specs:
+        if spec.dim is not None:
+            boundaries.setdefault(spec.dim, set()).update(spec.boundaries())
+    return {dim: tuple(sorted(indices)) for dim, indices in boundaries.items()}

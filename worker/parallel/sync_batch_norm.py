@@ -21,19 +21,19 @@ from worker.model.rng import release_rng_lock
 from worker.parallel.collectives import Collectives
 from worker.parallel.process_groups import batch_norm_group
 
-_TRAINING_ARGUMENT = 5  # the argument that says so
+_TRAINING_ARGUMENT = 5  # `training` among the arguments of aten.batch_norm
 
 
 def is_batch_norm(node: fx.Node) -> bool:
-    """Whether a node of a graph normalises by the statistics of the batch that it is given."""
+    """True for a node of a graph that normalises by the statistics of its batch."""
     return node.target is torch.ops.aten.batch_norm.default and bool(node.args[_TRAINING_ARGUMENT])
 
 
 def batch_norm_collectives(
     operations: Iterable[fx.Node], values: Mapping[fx.Node, Any]
 ) -> tuple[tuple[str, int, int], ...]:
-    """What the batch norms of a layer sum where they normalise over all workers of a mesh (engine/sync_norm.py): of a
-    time's name (LayerCost) how many, and bytes in all. `values` are those of the graph's nodes."""
+    """The sums of a layer's batch norms where they normalise over the dp ranks of a mesh: (name of a time in LayerCost,
+    number of sums, bytes in all). `values` are the fake values of the graph's nodes."""
     norms = [values[node.args[0]] for node in operations if is_batch_norm(node)]
     if not norms:
         return ()
@@ -47,7 +47,7 @@ def batch_norm_collectives(
 
 
 def batch_norm_notes(traced: TracedModel, job: Job) -> list[str]:
-    """What to tell where data-parallel workers normalise each by its own rows."""
+    """Notes for the user where each data-parallel worker normalises by its own rows."""
     workers = job.max_dp_size
     if workers == 1 or job.training.sync_batch_norm:
         return []
@@ -63,7 +63,7 @@ def batch_norm_notes(traced: TracedModel, job: Job) -> list[str]:
 
 
 AllReduce = Callable[[Tensor], None]
-"""Sums a tensor over the workers of the mesh, in place."""
+"""Sums a tensor over the dp ranks of the mesh, in place."""
 
 
 def synchronize_batch_norms(
@@ -83,19 +83,19 @@ def synchronize_batch_norms(
 
 
 def _replace_batch_norms(part: fx.GraphModule, add: AllReduce, workers: int) -> None:
-    found = [node for node in part.graph.nodes if is_batch_norm(node)]
-    for node in found:
+    nodes = [node for node in part.graph.nodes if is_batch_norm(node)]
+    for node in nodes:
         name = f"synchronised_{node.name}"
         part.add_submodule(name, SyncBatchNorm(add, workers))
         with part.graph.inserting_before(node):
             node.replace_all_uses_with(part.graph.call_module(name, node.args))
         part.graph.erase_node(node)
-    if found:
+    if nodes:
         part.recompile()
 
 
 class SyncBatchNorm(nn.Module):
-    """Takes what aten.batch_norm takes. All workers have equally many rows."""
+    """aten.batch_norm over the rows of all dp ranks, with its arguments. All workers have equally many rows."""
 
     def __init__(self, add: AllReduce, workers: int):
         super().__init__()
@@ -113,17 +113,17 @@ class SyncBatchNorm(nn.Module):
         eps: float,
         cudnn_enabled: bool,
     ) -> Tensor:
-        made, mean, variance = _Normalise.apply(x, self._add, self._workers, eps)
+        normalised, mean, variance = _Normalise.apply(x, self._add, self._workers, eps)
         if running_mean is not None and running_var is not None:
             rows = self._workers * x.numel() // x.shape[1]
             with torch.no_grad():
                 running_mean.lerp_(mean.to(running_mean.dtype), momentum)
                 running_var.lerp_((variance * (rows / (rows - 1))).to(running_var.dtype), momentum)
         if weight is not None:
-            made = made * _by_channel(weight, x)
+            normalised = normalised * _by_channel(weight, x)
         if bias is not None:
-            made = made + _by_channel(bias, x)
-        return made.to(x.dtype)
+            normalised = normalised + _by_channel(bias, x)
+        return normalised.to(x.dtype)
 
 
 class _Normalise(torch.autograd.Function):
@@ -139,25 +139,25 @@ class _Normalise(torch.autograd.Function):
         with release_rng_lock():  # a forward may have the generators, and so may those that it waits for
             add(mean)
         mean /= rows
-        made = values - _by_channel(mean, x)
-        variance = made.square().sum(channels)
+        normalised = values - _by_channel(mean, x)
+        variance = normalised.square().sum(channels)
         with release_rng_lock():
             add(variance)
         variance /= rows
         inverse = (variance + eps).rsqrt()
-        made *= _by_channel(inverse, x)
-        ctx.save_for_backward(made, inverse)
+        normalised *= _by_channel(inverse, x)
+        ctx.save_for_backward(normalised, inverse)
         ctx.add, ctx.rows, ctx.channels, ctx.dtype = add, rows, channels, x.dtype
         ctx.mark_non_differentiable(mean, variance)
-        return made, mean, variance
+        return normalised, mean, variance
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, None, None, None]:
-        made, inverse = ctx.saved_tensors
-        sums = torch.stack([gradient.sum(ctx.channels), (gradient * made).sum(ctx.channels)])
+        normalised, inverse = ctx.saved_tensors
+        sums = torch.stack([gradient.sum(ctx.channels), (gradient * normalised).sum(ctx.channels)])
         ctx.add(sums)
-        of_gradient, of_product = (_by_channel(one, made) for one in sums / ctx.rows)
-        found = (gradient - of_gradient - made * of_product) * _by_channel(inverse, made)
+        of_gradient, of_product = (_by_channel(one, normalised) for one in sums / ctx.rows)
+        found = (gradient - of_gradient - normalised * of_product) * _by_channel(inverse, normalised)
         return found.to(ctx.dtype), None, None, None
 
 

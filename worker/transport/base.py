@@ -49,16 +49,16 @@ class AbortedError(EngineError):
 
 
 Lane = tuple[str, str] | tuple[str, str, str]
-"""Who sends and who receives: meshes, of which equal workers do, or workers; on CUDA these with the name of a group, in
-which all of its lanes are one connection (see `exchange`)."""
+"""Sender and receiver: two meshes, whose workers of one number are connected, or two workers; on CUDA also with the name
+of a group, whose lanes are one connection (see `exchange`)."""
 
 
 @dataclass(frozen=True)
 class Topology:
     """All workers of an attempt; the same value on each of them. Ranks count mesh by mesh, in each worker by worker.
 
-    `workers_per_mesh` is a number, or one for each mesh where they differ. `tensors` says where meshes are not alike how
-    many neighbours share matrices in each.
+    `workers_per_mesh` is a number, or one for each mesh where they differ. `tensors` has the tensor-parallel size of each
+    mesh where these differ, or where they are above 1 and meshes are heterogeneous.
     """
 
     meshes: tuple[str, ...]
@@ -84,12 +84,12 @@ class Topology:
 
     @property
     def uniform(self) -> bool:
-        """Whether all meshes have as many workers, which share alike: then worker w of one has the part that worker w of
-        another has. Whether they exchange tensors in pairs is the plan's to say."""
+        """True where all meshes have equally many workers and one tensor-parallel size: then worker w of one mesh has the
+        same shards as worker w of another. The plan says whether they exchange tensors in pairs."""
         return len({*self.sizes}) <= 1 and self.tensors is None
 
     def tensor(self, mesh: str, else_of_all: int = 1) -> int:
-        """How many neighbours of `mesh` share matrices; `else_of_all` where all meshes are alike."""
+        """The tensor-parallel size of `mesh`; `else_of_all` where all meshes have one."""
         return else_of_all if self.tensors is None else self.tensors[self.meshes.index(mesh)]
 
     @property
@@ -97,14 +97,14 @@ class Topology:
         return sum(self.sizes)
 
     def workers(self, mesh: str) -> int:
-        """How many workers `mesh` has."""
+        """The number of workers of `mesh`."""
         return self.sizes[self.meshes.index(mesh)]
 
     def rank(self, mesh: str, worker: int) -> int:
         return sum(self.sizes[: self.meshes.index(mesh)]) + worker
 
     def is_worker(self, peer: str) -> bool:
-        """Whether `peer` is one worker, as "m1/0", and not a mesh."""
+        """True where `peer` is one worker, as "m1/0", and not a mesh."""
         return peer.rpartition("/")[0] in self.meshes
 
     def rank_of(self, peer: str, worker: int) -> int:
@@ -128,19 +128,19 @@ class Topology:
 
 
 def topology_of(sizes: Mapping[str, int], tensors: tuple[int, ...] = ()) -> Topology:
-    """The topology of meshes by their number of workers; of each mesh so many neighbours share matrices."""
+    """The topology of meshes by their number of workers, with the tensor-parallel size of each."""
     numbers = tuple(sizes.values())
-    unlike = len({*numbers}) > 1
+    heterogeneous = len({*numbers}) > 1
     return Topology(
         tuple(sizes),
-        numbers if unlike else numbers[0],
-        tensors if max(tensors, default=1) > 1 and (unlike or len({*tensors}) > 1) else None,
+        numbers if heterogeneous else numbers[0],
+        tensors if max(tensors, default=1) > 1 and (heterogeneous or len({*tensors}) > 1) else None,
     )
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The first failure of the attempt that anybody announced."""
+    """The first failure of the attempt that a worker announced."""
 
     origin: str
     reason: str
@@ -148,7 +148,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a worker last said of itself, and how long ago."""
+    """The progress that a worker last published, and its age in seconds."""
 
     text: str
     age_s: float
@@ -206,20 +206,20 @@ class Transport(Protocol):
         sends: Sequence[tuple[str, torch.Tensor]],
         receives: Sequence[tuple[str, torch.Tensor]],
     ) -> None:
-        """On CUDA only: enqueue all of these at once, to and from workers with lanes in the group; from one worker to
+        """On CUDA only: enqueue all messages at once, to and from workers with lanes in the group; from one worker to
         another they come in their order. All are over before what follows on the stream begins."""
 
     def publish(self, text: str) -> None:
-        """Tell the peers what this worker did last."""
+        """Publish the progress of this worker to its peers."""
 
     def progress(self, peer: str) -> Progress | None:
-        """What `peer` last published: a mesh (its counterpart there), or one worker."""
+        """The last progress of `peer`: a mesh (this worker's counterpart there), or one worker."""
 
     def post_message(self, what: str, text: str) -> None:
-        """Leave a word of some name for whoever asks; the next of that name replaces it."""
+        """Post a message of this worker under the name `what`; the next one of that name replaces it."""
 
     def read_message(self, what: str, peer: str) -> str | None:
-        """The word of that name which worker `peer` left, if any."""
+        """The message that worker `peer` posted under the name `what`, if any."""
 
     def announce(self, reason: str) -> None:
         """Tell the peers that this worker failed; the first announcement of an attempt stays."""
@@ -248,8 +248,9 @@ def closing_transport(transport: Transport) -> Iterator[None]:
 
 
 def dense_for_sum(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None] | None]:
-    """What a sum in place of `tensor` works on: its numbers in order, complex ones as pairs; and what then writes them to
-    the tensor, None where they are its own. A gradient may lie otherwise on another worker: what is summed are elements."""
+    """The dense real tensor that a sum in place of `tensor` works on, and a call that then writes it back (None where it is
+    the tensor's own memory). Complex numbers are pairs. Another worker's gradient may have other strides: elements are
+    summed, in order."""
     own = tensor.detach()
     dense = own.contiguous().resolve_conj().resolve_neg()
     real = torch.view_as_real(dense) if dense.is_complex() else dense
@@ -264,7 +265,7 @@ def dense_for_sum(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None
 
 
 def check_dense(what: str, *tensors: torch.Tensor) -> None:
-    """ValueError for a tensor whose memory is not its values one after the other: others would get what it is not."""
+    """ValueError for a tensor whose memory is not its values in order: a transport would move other values."""
     for tensor in tensors:
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             lazily = "lazily conjugated or negated" if tensor.is_contiguous() else "not contiguous"

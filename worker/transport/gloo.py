@@ -122,7 +122,7 @@ class GlooTransport(RendezvousTransport):
     def start_reduce_scatter(
         self, group: str, out: torch.Tensor, tensor: torch.Tensor
     ) -> Callable[[], None] | None:
-        """Everybody sends everybody its part, and sums in the order of the workers: gloo's own sums everything
+        """Every worker sends every other its part, and sums in the order of the workers: gloo's own sums everything
         everywhere first, which moves twice the bytes (torch 2.13)."""
         check_dense(f"the reduce-scatter over {group}", tensor, out)
         parts = torch.empty_like(tensor)
@@ -198,7 +198,7 @@ def set_loop_threads_to_batch() -> None:
 
 
 def _start_transfer(peer: str, what: str, start: Callable[[], dist.Work]) -> Callable[[], None]:
-    """Start a transfer; what blocks until it has ended."""
+    """Start a transfer; returns a call that blocks until it has ended."""
     with _peer_lost_on_error(peer, what):
         work = start()
 

@@ -26,7 +26,7 @@ class _Mailbox:
 
 
 class _Hub:
-    """What the engines of one process share."""
+    """The state that the transports of one process share."""
 
     def __init__(self, topology: Topology):
         self.topology = topology
@@ -91,11 +91,11 @@ class LocalTransport:
                 hub.parts.setdefault(name, {})
             hub.joined.add(self._rank)
             hub.arrived.notify_all()
-            everybody = hub.arrived.wait_for(
+            all_joined = hub.arrived.wait_for(
                 lambda: hub.aborted or len(hub.joined) == self.topology.size, self._connect_timeout_s
             )
             missing = [self.topology.name(r) for r in range(self.topology.size) if r not in hub.joined]
-        if not everybody or missing:
+        if not all_joined or missing:
             raise ConnectError(f"{', '.join(missing)} did not connect within {self._connect_timeout_s:g} s")
 
     def send(self, peer: str, tag: int, tensor: torch.Tensor) -> Callable[[], None]:
@@ -151,16 +151,16 @@ class LocalTransport:
         return finish
 
     def _gather_all(self, group: str, what: str, tensor: torch.Tensor) -> torch.Tensor:
-        """What every worker of the group brought, in their order."""
+        """The tensors of every worker of the group, stacked in their order."""
         barrier, parts = self._hub.barriers[group], self._hub.parts[group]
         parts[self._rank] = tensor.detach().clone()
         try:
             barrier.wait()
-            found = torch.stack([parts[rank] for rank in sorted(parts)])
+            stacked = torch.stack([parts[rank] for rank in sorted(parts)])
             barrier.wait()
         except threading.BrokenBarrierError:
             raise PeerLostError(f"the {what} over {group} was aborted", group) from None
-        return found
+        return stacked
 
     def publish(self, text: str) -> None:
         self._hub.progress[self._rank] = (text, time.monotonic())

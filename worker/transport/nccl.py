@@ -41,10 +41,10 @@ def check_nccl_versions(of_torch: tuple[int, ...], of_cupy: int) -> None:
 
     ConnectError with the pair that fits. `of_cupy` is NCCL's own number, 22809 for 2.28.9.
     """
-    theirs = (of_cupy // 10000, of_cupy // 100 % 100, of_cupy % 100)
-    ours = tuple(of_torch[:3])
-    if theirs != ours:
-        want, have = (".".join(map(str, version)) for version in (ours, theirs))
+    cupy_version = (of_cupy // 10000, of_cupy // 100 % 100, of_cupy % 100)
+    built_version = tuple(of_torch[:3])
+    if cupy_version != built_version:
+        want, have = (".".join(map(str, version)) for version in (built_version, cupy_version))
         raise ConnectError(
             f"torch was built for NCCL {want}, but cupy loads NCCL {have}: install nvidia-nccl-cu12 or "
             f"nvidia-nccl-cu13 =={want} (the one of torch's CUDA) and let cupy find that library first"
@@ -94,7 +94,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class NcclSettings:
-    """How wide NCCL's kernels may be: they take multiprocessors from compute while they wait.
+    """Limits on the width of NCCL's kernels: they take multiprocessors from compute while they wait.
 
     None leaves NCCL's own choice. Must be applied before the first communicator of the process. Besides, NCCL connects
     all that a communicator may use when it is made: in the middle of a step that would wait for the device, where a
@@ -174,7 +174,7 @@ class NcclTransport(RendezvousTransport):
 
     def _connect(self, groups: Mapping[str, tuple[int, ...]], lanes: tuple[Lane, ...], ends_s: float) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        mine = self.topology.name(self._rank)
+        own_name = self.topology.name(self._rank)
         trials: list[SelfTest] = []
         exchanges = _exchange_pairs(lanes)
         groups = {**groups, **{name: self._ranks_of(pairs) for name, pairs in exchanges.items()}}
@@ -189,7 +189,7 @@ class NcclTransport(RendezvousTransport):
             self._groups[name] = self._make(f"group/{name}", ranks, ends_s)
             self._ranks[name] = ranks
             if name in exchanges:
-                trials += exchange_selftests(self, name, exchanges[name], mine, device)
+                trials += exchange_selftests(self, name, exchanges[name], own_name, device)
             else:
                 trials += group_selftests(self, name, ranks, self._rank, device)
         if device == "cuda":  # what follows waits for peers: nothing may be loaded or allocated behind it
@@ -199,7 +199,7 @@ class NcclTransport(RendezvousTransport):
         if device == "cuda":
             self._wait_for_the_device(ends_s)
         for trial in trials:
-            trial.check(mine)
+            trial.check(own_name)
 
     def _wait_for_the_device(self, ends_s: float) -> None:
         over = torch.cuda.Event()
@@ -267,7 +267,7 @@ class NcclTransport(RendezvousTransport):
         sends: Sequence[tuple[str, torch.Tensor]],
         receives: Sequence[tuple[str, torch.Tensor]],
     ) -> None:
-        """In one group of NCCL, so that no message waits for another of them."""
+        """Enqueue the messages in one group of NCCL, so that none waits for another."""
         check_dense(f"the exchange in {group}", *(tensor for _, tensor in (*sends, *receives)))
         communicator = _communicator_of(self._groups, group, "in group")
         rank_of, stream = self._rank_in(group), self._stream_pointer()
@@ -310,7 +310,7 @@ class NcclTransport(RendezvousTransport):
         return lambda peer: self._ranks[group].index(self.topology.rank_of(peer, self.worker))
 
     def _communicators(self) -> list[tuple[str, Any]]:
-        """All of them with whom they lead to."""
+        """All communicators, with the peer or group of each."""
         return [*self._sends.items(), *self._receives.items(), *self._groups.items()]
 
     @contextlib.contextmanager
@@ -327,7 +327,7 @@ class NcclTransport(RendezvousTransport):
                 self._state.notify_all()
 
     def _end(self, how: str, limit_s: float) -> None:
-        """Call `how` of all communicators, once and on a thread that nobody has to wait for."""
+        """Call the method `how` of all communicators, once, on a thread of its own that may hang."""
         with self._state:
             if self._ender is None:
                 self._ender = threading.Thread(
@@ -344,7 +344,7 @@ class NcclTransport(RendezvousTransport):
             )
 
     def _end_all(self, how: str) -> None:
-        """In one group: freeing the memory of one communicator waits for the device, where a receive of the
+        """Call `how` in one group: freeing the memory of one communicator waits for the device, where a receive of the
         next may still spin. A group tells all of them to stop first, and then frees."""
         with self._state:
             self._state.wait_for(lambda: self._calls == 0, _CALL_S)
@@ -377,11 +377,11 @@ class NcclTransport(RendezvousTransport):
 
 def _exchange_pairs(lanes: Sequence[Lane]) -> dict[str, list[tuple[str, str]]]:
     """The pairs of workers that exchange messages, by their group."""
-    found: dict[str, list[tuple[str, str]]] = {}
+    pairs_of: dict[str, list[tuple[str, str]]] = {}
     for lane in lanes:
         if len(lane) == 3:
-            found.setdefault(lane[2], []).append((lane[0], lane[1]))
-    return found
+            pairs_of.setdefault(lane[2], []).append((lane[0], lane[1]))
+    return pairs_of
 
 
 def _communicator_of(communicators: Mapping[str, Any], name: str, what: str) -> Any:
@@ -393,14 +393,14 @@ def _communicator_of(communicators: Mapping[str, Any], name: str, what: str) -> 
 
 
 def _nccl_type(group: str, tensor: torch.Tensor) -> int:
-    """NCCL's type of what it sums."""
+    """The ncclDataType_t of a tensor that NCCL sums; TypeError where it has none."""
     if tensor.dtype not in _SUMMED_TYPES:
         raise TypeError(f"NCCL cannot sum tensors of {tensor.dtype} over {group}: train in a float type")
     return _SUMMED_TYPES[tensor.dtype]
 
 
 def _check_unique_id(identity: Any) -> bytes:
-    """What makes a communicator one, as cupy 14 gives it."""
+    """NCCL's unique identity of a communicator as bytes, which cupy returns from version 14 on."""
     if not isinstance(identity, bytes):
         raise TypeError(
             f"cupy gives NCCL's identity as {type(identity).__name__}, not bytes: install cupy 14 or later"
@@ -410,7 +410,7 @@ def _check_unique_id(identity: Any) -> bytes:
 
 @contextlib.contextmanager
 def _peer_lost_on_error(what: str, peer: str) -> Iterator[None]:
-    """Whatever cupy raises becomes a PeerLostError that says what failed and on the way to whom."""
+    """Raise every error of cupy as a PeerLostError that names the failed call and the peer."""
     try:
         yield
     except KeyError as error:  # cupy looks NCCL's status up in a table that ends before 6, or before 7

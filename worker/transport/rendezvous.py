@@ -25,7 +25,7 @@ from worker.transport.base import ConnectError, Failure, Progress, Topology
 
 STORE_TIMEOUT = timedelta(seconds=5)
 SECRET_VARIABLE = "SLOTLINE_ATTEMPT_TOKEN"
-"""Of the driver's environment, which its workers have too; elsewhere (tests) there is none."""
+"""The variable of the driver's and its workers' environment with the secret of the attempt; tests have none."""
 _LOOPBACK = "127.0.0.1"
 _BACKLOG = 4096
 
@@ -56,7 +56,7 @@ def serve_rendezvous(own: str, nodes: Collection[str]) -> tuple[dist.TCPStore, t
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of gloo, NCCL or the store says, without its stack."""
+    """The message of an error of gloo, NCCL or the store, without its stack."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
 
@@ -67,14 +67,14 @@ class Seal:
     def __init__(self, secret: str, prefix: str) -> None:
         self._secret = f"{secret} {prefix}".encode()
         self.failure_key = f"failure/{self._code('the place of the failure', '')}"
-        """A place that nobody else finds and takes before it is needed."""
+        """A key that outsiders cannot guess, and so not take before it is needed."""
 
     def put(self, name: str, value: list[Any]) -> str:
         text = json.dumps(value)
         return f"{self._code(name, text)} {text}"
 
     def read(self, name: str, sealed: bytes) -> list[Any] | None:
-        """What `put` was given; None for what somebody else wrote."""
+        """The value that `put` sealed; None for one that an outsider wrote."""
         code, _, text = sealed.decode("utf-8", "replace").partition(" ")
         if not hmac.compare_digest(code.encode(), self._code(name, text).encode()):
             return None
@@ -157,7 +157,7 @@ class Rendezvous:
         self.store = None
 
     def _read_sealed(self, key: str, name: str) -> list[Any] | None:
-        """What a worker of this attempt put there; None where nothing is, or what somebody else put there."""
+        """The value that a worker of this attempt put at `key`; None where there is none, or one of an outsider."""
         if self.store is None or not self.store.check([key]):
             return None
         return self._seal.read(name, self.store.get(key))
@@ -176,9 +176,9 @@ class Rendezvous:
 
 
 class RendezvousTransport:
-    """The part of a transport between processes that passes words, not tensors, over the rendezvous.
+    """A transport between processes whose messages, progress and failures travel over the rendezvous.
 
-    A subclass adds connect, send, receive, all_reduce, abort and close.
+    Subclasses move tensors: they add connect, send, receive, all_reduce, abort and close.
     """
 
     def __init__(

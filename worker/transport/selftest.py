@@ -34,7 +34,7 @@ _HINT = (
 
 @dataclass(frozen=True)
 class SelfTest:
-    """`start` enqueues it; then `got` must be `expected`. `what` is its name, for people."""
+    """A transfer or sum of known values: `start` enqueues it, then `got` must equal `expected`; `what` is its name."""
 
     what: str
     start: Callable[[], None]
@@ -42,7 +42,7 @@ class SelfTest:
     expected: torch.Tensor
 
     def check(self, name: str) -> None:
-        """ConnectError, in the name of this worker, where other values came."""
+        """ConnectError where other values came; `name` is this worker."""
         got = self.got.to("cpu")
         if torch.equal(got, self.expected):
             return
@@ -56,7 +56,7 @@ class SelfTest:
 def lane_selftests(
     transport: Transport, source: str, target: str, ranks: tuple[int, int], rank: int, device: str
 ):
-    """From one peer to another: each end has its half."""
+    """Tests of the lane from `source` to `target`: each end has its half."""
     trials = []
     for size in (SHORT, LONG):
         sent = _pattern(size, ranks)
@@ -73,8 +73,8 @@ def lane_selftests(
 def group_selftests(
     transport: Transport, group: str, ranks: Sequence[int], rank: int, device: str
 ) -> list[SelfTest]:
-    """Sums of every type, a reduce-scatter and an all-gather. Number k of a sum comes from one worker, each in turn:
-    it is exact in every type, and who is left out leaves holes."""
+    """Tests of a group: sums of every dtype, a reduce-scatter and an all-gather. Element k of a sum comes from one worker,
+    each in turn: sums are exact in every dtype, and a rank that is left out leaves zeros."""
     own, count = list(ranks).index(rank), len(ranks)
     trials = []
 
@@ -103,18 +103,18 @@ def group_selftests(
 
 
 def exchange_selftests(
-    transport: Transport, group: str, pairs: Sequence[tuple[str, str]], mine: str, device: str
+    transport: Transport, group: str, pairs: Sequence[tuple[str, str]], own_name: str, device: str
 ) -> list[SelfTest]:
-    """All pairs that exchange messages in a group, at once."""
+    """Tests of all pairs of workers that exchange messages in a group, at once."""
     trials = []
     numbers: Mapping[str, int] = {name: k for k, name in enumerate(sorted({*sum(pairs, ())}))}
     for size in (SHORT, LONG):
         sends, receives, halves = [], [], []
         for source, target in pairs:
             sent = _pattern(size, (numbers[source], numbers[target]))
-            if source == mine:
+            if source == own_name:
                 sends.append((target, sent.to(device)))
-            elif target == mine:
+            elif target == own_name:
                 here = torch.zeros(size, dtype=torch.uint8, device=device)
                 receives.append((source, here))
                 halves.append((f"what goes from {source} to {target} in {group}", here, sent))
@@ -128,7 +128,7 @@ def exchange_selftests(
 
 
 def _pattern(size: int, ranks: tuple[int, int]) -> torch.Tensor:
-    """Bytes that no other pair has, none of them what memory is filled with."""
+    """Bytes that no other pair of ranks sends; none is 0, the value of fresh memory."""
     first = 1 + (ranks[0] * 37 + ranks[1] * 91) % 250
     return ((torch.arange(size) * 7 + first) % 251 + 1).to(torch.uint8)
 
@@ -138,4 +138,4 @@ def _deferred(call: Callable[..., object], *arguments: object) -> Callable[[], N
 
 
 def _already_started() -> None:
-    """Started with another."""
+    """Does nothing: the exchange of another test has started this one."""

@@ -220,13 +220,13 @@ class Recorder:
         """The next step goes into `step`."""
         self._step, self._before = step, {}
 
-    def made(self, stage: int, tensor: str, microbatch: int, value: Tensor) -> None:
+    def on_output(self, stage: int, tensor: str, microbatch: int, value: Tensor) -> None:
         self._step.made(self._rows, stage, microbatch, tensor, value)
 
-    def gave(self, route: Route, backward: bool, microbatch: int, tensor: Tensor) -> None:
+    def on_send(self, route: Route, backward: bool, microbatch: int, tensor: Tensor) -> None:
         self._step.gave(self._pieces(route, backward, microbatch, tensor))
 
-    def took(self, route: Route, backward: bool, microbatch: int, tensor: Tensor) -> None:
+    def on_receive(self, route: Route, backward: bool, microbatch: int, tensor: Tensor) -> None:
         found = self._pieces(route, backward, microbatch, tensor)
         self._step.took(f"{self._mesh}/{self._worker}", found)
 
@@ -237,7 +237,7 @@ class Recorder:
             transfer_checksums(self._mesh, self._worker, self._plans, route, backward, microbatch, tensor)
         )
 
-    def ended(self, action: str, stage: int, microbatch: int) -> None:
+    def on_action_end(self, action: str, stage: int, microbatch: int) -> None:
         if not self._before:  # the first action of the step, a forward
             for parameters in self._parameters.values():
                 for name, parameter in parameters.items():

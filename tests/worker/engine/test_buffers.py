@@ -36,7 +36,7 @@ def test_a_buffer_that_is_overwritten_early_is_found_by_the_backward_that_needs_
         engine = pipeline.engines["m1", 0]
         for index, instruction in enumerate(engine._program):
             if instruction.op == "RECV_F":  # all forwards into one buffer: the second overwrites the first
-                engine._buffers.of[index] = 0
+                engine._buffers.buffer_of[index] = 0
                 lane = engine._lanes._lanes[instruction.lane]
                 lane.entries = [
                     replace(entry, action=engine._actions.of(index)) if entry.index == index else entry

@@ -257,6 +257,6 @@ def test_the_scale_follows_torchs_to_the_bit_also_to_its_ends():
             assert torch.equal(mine, parameter.grad)
             theirs.step(optimizer)
             theirs.update()
-            assert ours.ended(step)[1] is overflow
+            assert ours.end_step(step)[1] is overflow
             assert ours.scale == theirs.get_scale()
             assert ours.state()["growth_tracker"] == theirs.state_dict()["_growth_tracker"]

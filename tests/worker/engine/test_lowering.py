@@ -17,7 +17,7 @@ SIZE = 3 * 6 * 8  # bytes of every tensor of engine_support's graphs
 
 
 def live(engine):
-    return len(engine._exchange.to_send) + len(engine._exchange.gradients_to_send)
+    return len(engine._state.to_send) + len(engine._state.gradients_to_send)
 
 
 class Counting(CudaPipeline):
@@ -136,7 +136,7 @@ def test_a_send_is_released_as_late_as_the_peak_of_the_plan_allows():
             lambda route: SIZE,
         )
         assert found.peak_bytes == SIZE * planned_most(plan, mesh)
-        dropped = [send for sends in found.of.values() for send in sends]
+        dropped = [send for sends in found.released_before.values() for send in sends]
         assert len(dropped) == len(set(dropped))
         assert all(programs[mesh][send].op in SEND_OPS for send in dropped)
 

@@ -131,7 +131,7 @@ def test_every_wait_that_is_left_out_is_found(watched):
         ((engine, lanes),) = engines
         buffers = set()
         for index, instruction in enumerate(engine._program):
-            buffer = engine._buffers.of[index]
+            buffer = engine._buffers.buffer_of[index]
             new = buffer is not None and buffer not in buffers
             buffers.add(buffer)
             if new or instruction.op == "STEP":

@@ -126,7 +126,7 @@ def test_copies_of_what_is_whole_stay_one_where_workers_round_differently(shard,
     def apart(agrees):
         monkeypatch.setattr(ModelUpdate, "_global_norm", rounded)
         if not agrees:
-            monkeypatch.setattr(TensorParallelShards, "agree", lambda share, gradients: None)
+            monkeypatch.setattr(TensorParallelShards, "average_replicated", lambda share, gradients: None)
         layout = (1, 2) if shard == "none" else (2, 2)
         with CudaWorkers(monkeypatch, on([layout], job(stages=1), shard=shard)) as workers:
             workers.losses(range(1, 3))

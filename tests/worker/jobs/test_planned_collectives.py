@@ -54,7 +54,7 @@ def test_a_plan_counts_the_sums_by_which_workers_that_share_matrices_agree():
     share = TensorParallelShards(group, {"split": Split(0, (2,), frozenset())})
     gradients = {name: torch.randn(size // 4) for name, size in sizes.items()}
     before = {name: one.clone() for name, one in gradients.items()}
-    share.agree(gradients)
+    share.average_replicated(gradients)
     share.sum(torch.zeros(()))
     assert all(torch.equal(gradients[name], one) for name, one in before.items())
     *agreed, norm = between.sizes
@@ -182,7 +182,7 @@ def test_an_update_is_measured_with_its_norm_on_the_device(monkeypatch):
     class Stop(Exception):
         pass
 
-    def made(*, settings, **_):
+    def made(stages, collectives, settings, **_):
         devices.append(str(settings.device))
         raise Stop
 

@@ -33,14 +33,14 @@ SHORT, LONG = SlotLimits(factor=1.0, floor_s=2.0), SlotLimits(factor=1.0, floor_
 class Blocks:
     """The sums of a worker, of which one waits for `until` before it is begun."""
 
-    def __init__(self, between, number, until):
-        self._between, self._left, self._until = between, number, until
+    def __init__(self, communicator, number, until):
+        self._communicator, self._left, self._until = communicator, number, until
 
     def all_reduce(self, tensor):
         self._left -= 1
         if self._left == 0:
             self._until.wait(120)
-        self._between.all_reduce(tensor)
+        self._communicator.all_reduce(tensor)
 
 
 def engine_of(worker, transport, limits):
@@ -75,7 +75,7 @@ class Leaves(Blocks):
         self._left -= 1
         if self._left == 0:
             self._until()
-        self._between.all_reduce(tensor)
+        self._communicator.all_reduce(tensor)
 
 
 def end_of(block_at=None, leave_at=None):
@@ -86,9 +86,9 @@ def end_of(block_at=None, leave_at=None):
     said, until, ready = {}, threading.Event(), threading.Barrier(WORKERS, timeout=60)
     group = made[1][1]
     if block_at is not None:
-        group.between = Blocks(group.between, block_at, until)
+        group.communicator = Blocks(group.communicator, block_at, until)
     if leave_at is not None:
-        group.between = Leaves(group.between, leave_at, ends["m0", 1].abort)
+        group.communicator = Leaves(group.communicator, leave_at, ends["m0", 1].abort)
         for end in ends.values():  # whoever tells first would be the cause of the others
             end.announce = lambda reason: None
 

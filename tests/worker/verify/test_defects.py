@@ -277,12 +277,12 @@ def target_of_another(monkeypatch):
 
     def make(original):
         def loss(self, output, microbatch):
-            targets = self._exchange.targets
-            self._exchange.targets = [targets[1], targets[0], *targets[2:]]
+            targets = self._state.targets
+            self._state.targets = [targets[1], targets[0], *targets[2:]]
             try:
                 return original(self, output, microbatch)
             finally:
-                self._exchange.targets = targets
+                self._state.targets = targets
 
         return loss
 
@@ -323,9 +323,9 @@ def recomputed_differently(monkeypatch):
 
     def make(original):
         def run_again(self, saved, microbatch):
-            step, self._exchange.step = self._exchange.step, self._exchange.step + 1
+            step, self._state.step = self._state.step, self._state.step + 1
             original(self, saved, microbatch)
-            self._exchange.step = step
+            self._state.step = step
 
         return run_again
 
@@ -360,7 +360,7 @@ def step_fails(monkeypatch):
 
     def make(original):
         def forward(self, microbatch):
-            if self._exchange.step == 2 and self._stage == 1:
+            if self._state.step == 2 and self._stage == 1:
                 raise ZeroDivisionError("planted")
             original(self, microbatch)
 

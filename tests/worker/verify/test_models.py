@@ -99,7 +99,7 @@ def test_a_loss_scale_that_is_never_lowered_is_found(monkeypatch):
         self.scale = scale
         return found
 
-    monkeypatch.setattr(PipelineGradScaler, "ended", keeps)
+    monkeypatch.setattr(PipelineGradScaler, "end_step", keeps)
     assert (
         "step 2: the loss scale is 1.09951e+12 on m0 and 1024 in" in proof_of(in_fp16(), steps=2).difference
     )

@@ -17,8 +17,8 @@ Action = Callable[[], Finish | None]
 
 
 def chain_finish(ended: Finish | None, last: Callable[[], Any]) -> Finish | None:
-    """What waits for the end of what was started and then does `last`, which is done at once where the lane's
-    stream carries it."""
+    """A call that waits for `ended` and then runs `last`; without `ended`, where a stream carries the action, `last` runs
+    now."""
     if ended is None:
         last()
         return None
@@ -32,8 +32,8 @@ def chain_finish(ended: Finish | None, last: Callable[[], Any]) -> Finish | None
 
 @dataclass(frozen=True)
 class LaneStatus:
-    """Where a lane stands: the instruction that it runs or (`waits_for` set) is about to, since when, and
-    the one that it ran last."""
+    """The position of a lane: `current` is the instruction that it runs since `since_s` (time.monotonic()), or that waits
+    for event `waits_for`; `last` is the instruction before. Instructions are indices in the program."""
 
     lane: str
     current: int | None
@@ -52,13 +52,13 @@ class Lanes(Protocol):
         """Wait until all lanes have ended the step; False after `timeout_s`. Raises what an action raised."""
 
     def statuses(self) -> list[LaneStatus]:
-        """Where every lane stands that is inside an instruction or waits for an event."""
+        """The status of every lane that is inside an instruction or waits for an event."""
 
     def last_compute(self) -> int | None:
         """The last compute instruction of the step that ended."""
 
     def computing(self) -> AbstractContextManager[Any]:
-        """What the calling thread runs inside, between steps, runs as on the compute lane; at the end it is over."""
+        """A context in which the calling thread computes as the compute lane does, between steps; ends when it is over."""
 
     def measured(self) -> list[tuple[float, float]]:
         """Start and end of every instruction of the finished step, in seconds of time.monotonic()."""
@@ -67,4 +67,4 @@ class Lanes(Protocol):
         """Start nothing more, and end the step early; not to be undone."""
 
     def close(self, timeout_s: float) -> list[str]:
-        """End the threads; the names of those that did not end in time (they are inside a user's code)."""
+        """End the threads; returns the names of threads that did not end in time, inside a user's code."""

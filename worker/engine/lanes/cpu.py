@@ -224,19 +224,19 @@ class CpuLanes:
         return True
 
     def statuses(self) -> list[LaneStatus]:
-        """Where every lane stands that has not ended its step. A transfer that nobody waits for yet is
+        """The status of every lane that has not ended its step. A transfer that no thread waits for yet is
         watched from now on."""
-        found = []
+        statuses = []
         at = self._at
         if at is not None:
-            found.append(LaneStatus(COMPUTE_LANE, *at, self._last))
+            statuses.append(LaneStatus(COMPUTE_LANE, *at, self._last))
         for lane in self._lanes.values():
             waiting = lane.waiting
             if waiting is not None:
-                found.append(LaneStatus(lane.name, *waiting, None, lane.last))
+                statuses.append(LaneStatus(lane.name, *waiting, None, lane.last))
             elif lane.open:
                 lane.signal()
-        return found
+        return statuses
 
     def computing(self) -> AbstractContextManager[Any]:
         """The calling thread computes as the compute lane does: on CPU there is nothing to set."""
@@ -256,7 +256,7 @@ class CpuLanes:
         return list(self._slots)
 
     def close(self, timeout_s: float) -> list[str]:
-        """End the threads; the lanes that did not end in time (they are inside a user's code)."""
+        """End the threads; returns the lanes that did not end in time, inside a user's code."""
         self.stop()
         self._starts.put(False)
         for lane in self._lanes.values():

@@ -62,8 +62,8 @@ class CudaLanes:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """What the calling thread enqueues inside goes to the stream of the compute lane, as what it sums there in a
-        step does: a communicator never meets two streams at a time. At the end it is over."""
+        """A context that enqueues on the stream of the compute lane, as a communicator must not meet two streams at a time;
+        waits for the device at the end."""
         stream = self._streams[COMPUTE_LANE]
         with self._cuda.stream(stream):
             yield
@@ -95,13 +95,13 @@ class CudaLanes:
         return True
 
     def statuses(self) -> list[LaneStatus]:
-        """Where every lane stands, by asking the events; the host itself is a lane while it enqueues."""
+        """The status of every lane, from its events; the host itself is a lane while it enqueues."""
         if not self._running:
             return []
         enqueued = self._enqueued
-        found = []
+        statuses = []
         if enqueued < len(self._program):
-            found.append(
+            statuses.append(
                 LaneStatus(_HOST_LANE, enqueued, self._host_since_s, None, enqueued - 1 if enqueued else None)
             )
         for lane, indices in self._indices.items():
@@ -114,8 +114,8 @@ class CudaLanes:
                     break
                 last = index
             if current is not None:
-                found.append(self._status(lane, current, last))
-        return found
+                statuses.append(self._status(lane, current, last))
+        return statuses
 
     def last_compute(self) -> int | None:
         """The last compute instruction that ended on the device."""
@@ -188,7 +188,7 @@ def _event_waits(program: Program) -> list[list[int]]:
     recorder = {
         instruction.record: i for i, instruction in enumerate(program) if instruction.record is not None
     }
-    found = []
+    waits = []
     for index, instruction in enumerate(program):
         waited = [recorder.get(event, index) for event in instruction.wait]
         if late := [event for event, at in zip(instruction.wait, waited, strict=True) if at >= index]:
@@ -196,5 +196,5 @@ def _event_waits(program: Program) -> list[list[int]]:
                 f"{instruction} waits for event {late[0]}, which nothing before it in the program records: a stream "
                 "would not wait for it; plan the job anew"
             )
-        found.append([at for at in waited if program[at].lane != instruction.lane])
-    return found
+        waits.append([at for at in waited if program[at].lane != instruction.lane])
+    return waits

@@ -21,8 +21,8 @@ _MAX_SCALE = torch.finfo(torch.float32).max
 
 
 class PipelineGradScaler:
-    """`scale` is what the losses of this step are multiplied with; `found`, after `unscale`, is more than 0 where a
-    gradient is not finite: to be summed over all meshes before `ended`."""
+    """`scale` is the factor on the losses of this step; `found_inf`, after `unscale`, is more than 0 where a gradient is
+    not finite, and has to be summed over all meshes before `end_step`."""
 
     def __init__(self, scaling: LossScaling, device: torch.device | str):
         self.scale = float(scaling.init_scale)
@@ -33,21 +33,21 @@ class PipelineGradScaler:
         self._skipped = 0  # steps in a row
 
     def gradient(self, loss: torch.Tensor) -> torch.Tensor:
-        """What a backward begins with: the scale, in the type of the loss, where it may be infinite already."""
+        """The gradient with which a backward begins: the scale, in the dtype of the loss, where it may be infinite."""
         return torch.full_like(loss, self.scale, dtype=torch.float32).to(loss.dtype)
 
     @torch.no_grad()
     def unscale(self, gradients: Iterable[torch.Tensor]) -> None:
-        """Divide by the scale, in place; whether each was finite goes to `found`. The host does not wait."""
+        """Divide `gradients` by the scale, in place, and set `found_inf`. The host does not wait."""
         inverse = torch.full((), 1.0 / self.scale, dtype=torch.float32, device=self._device)
         found = torch.zeros((), dtype=torch.float32, device=self._device)
         reals = (torch.view_as_real(g) if g.is_complex() else g for g in gradients)
-        for alike in group_by_dtype(reals).values():
-            torch._amp_foreach_non_finite_check_and_unscale_(alike, found, inverse)
+        for tensors in group_by_dtype(reals).values():
+            torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, inverse)
         self.found_inf = found.double()
 
-    def ended(self, step: int) -> tuple[float, bool]:
-        """The scale of the step that is over, and whether gradients overflowed; it is now that of the next one.
+    def end_step(self, step: int) -> tuple[float, bool]:
+        """Set the scale of the next step; returns the scale of this one, and whether its gradients overflowed.
 
         NonFiniteError after too many such steps in a row. Waits for the device.
         """
@@ -72,7 +72,7 @@ class PipelineGradScaler:
         return used, False
 
     def state(self) -> dict[str, Any]:
-        """What the next step depends on; the same on every worker."""
+        """The state that the next step depends on, equal on every worker."""
         return {"scale": self.scale, "growth_tracker": self._since_change, "skipped_steps": self._skipped}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -82,18 +82,18 @@ class PipelineGradScaler:
 
 
 def make_grad_scaler(options: RunOptions) -> PipelineGradScaler | None:
-    """That of a mesh which trains by `options`, where its precision needs one."""
+    """The loss scaler of a mesh that trains by `options`; None where its precision needs no scaling."""
     return PipelineGradScaler(options.loss_scaling, options.device) if options.precision == FP16 else None
 
 
 def group_by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
-    """In the order of their first."""
-    found: dict[torch.dtype, list[Tensor]] = {}
+    """`tensors` by dtype, dtypes in the order of their first tensor."""
+    groups: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
-        found.setdefault(tensor.dtype, []).append(tensor)
-    return found
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    return groups
 
 
 def _as_float32(value: float) -> float:
-    """Rounded as torch keeps it."""
+    """`value` rounded to float32, as torch.amp.GradScaler keeps its scale."""
     return float(torch.tensor(value, dtype=torch.float32)) if math.isfinite(value) else value

@@ -14,7 +14,7 @@ import torch
 
 # Beside the settings of a group: the names of its parameters, and its part of the schedule's state.
 PARAMS_KEY, SCHEDULE_KEY = "params", "schedule_values"
-# A setting of groups that are numbered alike on every mesh.
+# A setting of groups that have the same numbers on every mesh.
 GROUP_NUMBER_KEY = "group"
 # Lists with an entry for every group in the states of torch's schedules.
 _PER_GROUP_LISTS = ("base_lrs", "_last_lr", "max_lrs", "base_momentums", "max_momentums", "lr_lambdas")
@@ -44,8 +44,8 @@ def load_groups(
     name_of: Callable[[torch.Tensor], str],
     saved: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Give each group of `optimizer` the settings that its parameters were saved with; the saved group that
-    each took them from, {} where none of its parameters was trained before.
+    """Give each group of `optimizer` the settings that its parameters were saved with; returns the saved group that each
+    took them from, {} where none of its parameters was trained before.
 
     ValueError names parameters of one group that were saved with different settings.
     """
@@ -57,16 +57,16 @@ def load_groups(
         names = [name for parameter in group["params"] if (name := name_of(parameter)) in group_of]
         for name in names[1:]:
             _check_same_settings(names[0], group_of[names[0]], name, group_of[name])
-        found = group_of[names[0]] if names else _saved_group_with_number(group, saved)
-        group.update(settings_of(found))
-        taken.append(dict(found))
+        saved_group = group_of[names[0]] if names else _saved_group_with_number(group, saved)
+        group.update(settings_of(saved_group))
+        taken.append(dict(saved_group))
     return taken
 
 
 def _saved_group_with_number(
     group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]
 ) -> Mapping[str, Any]:
-    """For a group without known parameters: the saved one with its number, where groups have numbers."""
+    """The saved group with the number of `group`, which has no known parameters; {} where groups have no numbers."""
     number = group.get(GROUP_NUMBER_KEY)
     return next((one for one in saved if number is not None and one.get(GROUP_NUMBER_KEY) == number), {})
 
@@ -77,7 +77,7 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_schedule(schedule: Any, state: Mapping[str, Any], taken: Sequence[Mapping[str, Any]]) -> None:
-    """Give `schedule` its saved state, and of each group what it remembered of the one whose settings it has."""
+    """Load `schedule` from its saved state; each group gets the values of the saved group that it took settings from."""
     own = schedule.state_dict()
     values = [group.get(SCHEDULE_KEY) or {} for group in taken]
     if any(SCHEDULE_KEY in group for group in taken):
@@ -100,13 +100,13 @@ def _check_same_settings(
 ) -> None:
     if group is other:
         return
-    mine, theirs = settings_of(group), settings_of(other)
-    for key in sorted(mine.keys() | theirs.keys()):
-        if not _equal(mine.get(key), theirs.get(key)):
+    settings, other_settings = settings_of(group), settings_of(other)
+    for key in sorted(settings.keys() | other_settings.keys()):
+        if not _equal(settings.get(key), other_settings.get(key)):
             raise ValueError(
                 f"parameters {name!r} and {other_name!r} are in one group of the optimizer, but were saved with "
-                f"{key} {mine.get(key)!r} and {theirs.get(key)!r}: let optimizer.factory group parameters by what "
-                "does not depend on the cut (their shape, say)"
+                f"{key} {settings.get(key)!r} and {other_settings.get(key)!r}: let optimizer.factory group parameters by "
+                "what does not depend on the cut (their shape, say)"
             )
 
 
@@ -117,18 +117,18 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _schedule_values_of(state: Any, index: int, groups: int, path: str = "") -> dict[str, Any]:
-    """What a schedule's state says of one group, by the place in the state: "_schedulers.0.base_lrs"."""
-    found: dict[str, Any] = {}
+    """The values of one group in a schedule's state, by their path: "_schedulers.0.base_lrs"."""
+    values: dict[str, Any] = {}
     for key, value in _children(state):
         if isinstance(value, list) and key in _PER_GROUP_LISTS and len(value) == groups:
-            found[f"{path}{key}"] = value[index]
+            values[f"{path}{key}"] = value[index]
         else:
-            found |= _schedule_values_of(value, index, groups, f"{path}{key}.")
-    return found
+            values |= _schedule_values_of(value, index, groups, f"{path}{key}.")
+    return values
 
 
 def _with_schedule_values(state: Any, values: Sequence[Mapping[str, Any]], path: str = "") -> Any:
-    """`state` with the lists that have an entry a group made of `values`, one a group."""
+    """`state` with each list that has an entry per group made anew from `values`, one mapping per group."""
     changed: dict[Any, Any] = {}
     for key, value in _children(state):
         place = f"{path}{key}"
@@ -148,7 +148,7 @@ def _children(state: Any) -> list[tuple[Any, Any]]:
 
 
 def without_implementation_flags(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """An optimizer's saved groups without what depends on the device that they were saved on."""
+    """An optimizer's saved groups without settings that depend on the device of the run that saved them."""
     return [
         {key: value for key, value in group.items() if key not in IMPLEMENTATION_FLAGS} for group in groups
     ]

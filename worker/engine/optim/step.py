@@ -31,9 +31,10 @@ from worker.transport.base import finish
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """`non_finite`: "stop" raises, "skip" leaves parameters and optimizer as they are; norm and flags lie on
-    `device`, also where the mesh has no parameter to tell it. The workers of the meshes `sharded` share the
-    optimizer's state (sharded_update.py); `tensor` is that of RunOptions."""
+    """How REDUCE and STEP treat gradients.
+
+    `non_finite`: "stop" raises, "skip" leaves parameters and optimizer as they are; norm and flags lie on `device`, also
+    where the mesh has no parameters. `sharded` and `tensor` are those of RunOptions."""
 
     clip_grad_norm: float | None
     non_finite: str
@@ -43,14 +44,14 @@ class UpdateSettings:
 
     @classmethod
     def of(cls, options: RunOptions, device: torch.device) -> UpdateSettings:
-        """Those of a mesh that runs by `options`."""
+        """The settings of a mesh that runs by `options`."""
         return cls(options.clip_grad_norm, options.non_finite, device, tuple(options.sharded), options.tensor)
 
 
 @dataclass
 class UpdateResult:
-    """What a step's REDUCE and STEP found; `loss_scale` is that of the step, where there is one, and `overflowed` says
-    that it was too large."""
+    """The result of a step's REDUCE and STEP; `loss_scale` is the step's, where there is one, and `overflowed` says that it
+    was too large."""
 
     grad_norm: float | None = None
     skipped: bool = False
@@ -127,7 +128,7 @@ class ModelUpdate:
         self._counted = [
             name for name in self.parameters if name not in owner or stages.mesh_of_stage[owner[name]] == mesh
         ]
-        # What the optimizer updates, by name: other tensors where the workers share its state.
+        # The tensors that the optimizer updates, by name: partitions of the parameters with ZeRO-1.
         self.updated: Mapping[str, nn.Parameter] = self.parameters
         trainable = [p for p in self.parameters.values() if p.requires_grad]
         self.optimizer = optimizer(trainable) if optimizer is not None and trainable else None
@@ -188,10 +189,8 @@ class ModelUpdate:
         if not self.parameters:
             return
         for parameter, makers in self._gradient_counts.items():
-            if (
-                float(makers) == 0
-            ):  # as in the plain loop it has none, and neither decay nor momentum moves it
-                parameter.grad = None
+            if float(makers) == 0:
+                parameter.grad = None  # as in a plain loop, so neither decay nor momentum moves it
         if norm.is_cuda and honours_found_inf(self.optimizer):
             self.optimizer.found_inf = (~torch.isfinite(norm)).float()
         elif not math.isfinite(float(norm)):
@@ -206,14 +205,14 @@ class ModelUpdate:
                 self.optimizer.step()
 
     def gather(self) -> None:
-        """STEP, behind `step`: get what other workers have updated, where they share the optimizer's state."""
+        """STEP, after `step`: gather the partitions that other workers updated; without ZeRO-1 there are none."""
 
     def finish(self, step: int) -> UpdateResult:
-        """After the step's last action: what it found. NonFiniteError when the policy is to stop."""
+        """The result of the step, after its last action. NonFiniteError when the policy is to stop."""
         if self._norm is None:
             return UpdateResult()
         value = float(self._norm)
-        scale, overflowed = (None, False) if self.scaler is None else self.scaler.ended(step)
+        scale, overflowed = (None, False) if self.scaler is None else self.scaler.end_step(step)
         if not math.isfinite(value):
             if self._settings.non_finite == "stop" and not overflowed:
                 raise NonFiniteError(
@@ -226,13 +225,13 @@ class ModelUpdate:
         return UpdateResult(value, loss_scale=scale)
 
     def state(self) -> dict[str, Any]:
-        """Parameters, buffers and optimizer state by original name. Where workers share matrices these are whole, and
-        all of them call this at the same time."""
+        """Parameters, buffers and optimizer state by original name. Tensor-parallel ones are whole: all ranks of the group
+        call this at the same time."""
         own = self._own_state()
         return own if self._shards is None else self._shards.whole_state(own)
 
     def _own_state(self) -> dict[str, Any]:
-        """Of matrices that several workers share, this one's parts."""
+        """As `state`, with this worker's shards of tensor-parallel matrices."""
         names = self._optimized_names()
         saved = (
             self.optimizer.state_dict() if self.optimizer is not None else {"state": {}, "param_groups": []}
@@ -257,8 +256,8 @@ class ModelUpdate:
     @torch.no_grad()
     def _load_own(self, state: Mapping[str, Any]) -> None:
         """Inverse of `_own_state`."""
-        for kind, mine in (("parameters", self.parameters), ("buffers", self._buffers)):
-            for name, tensor in mine.items():
+        for kind, tensors in (("parameters", self.parameters), ("buffers", self._buffers)):
+            for name, tensor in tensors.items():
                 if name not in state[kind]:
                     raise KeyError(f"the state has no {kind[:-1]} {name!r}")
                 tensor.copy_(state[kind][name])
@@ -286,7 +285,7 @@ class ModelUpdate:
         return lambda parameter: names[id(parameter)]
 
     def _sum_tied(self, parameter: nn.Parameter, group: str) -> None:
-        """Sum over the meshes that hold it, and count which of them made a gradient."""
+        """Sum the gradient over the meshes that hold the parameter, and count the meshes that made one."""
         made = parameter.grad is not None
         makers = torch.full((), float(made), device=parameter.device)
         gradient = _grad_or_zeros(parameter)
@@ -298,14 +297,13 @@ class ModelUpdate:
             )
         self.collectives.all_reduce(group, makers)
         if not self._uniform:
-            parameter.grad /= (
-                self._dp_size_of_loss
-            )  # over all workers of all meshes: nothing is left to be summed
+            # The sum was over all workers of all meshes: nothing is left to be summed.
+            parameter.grad /= self._dp_size_of_loss
         if not made:
             self._gradient_counts[parameter] = makers
 
     def _average(self, parameters: Sequence[nn.Parameter]) -> Finish | None:
-        """Start to average over the workers of the mesh, and to count which of them made a gradient."""
+        """Start to average gradients over the dp group, and to count the workers that made each."""
         unmade = [k for k, p in enumerate(parameters) if p.grad is None or p in self._gradient_counts]
         gradients = [_grad_or_zeros(p) for p in parameters]
         counts = gradients[0].new_ones(len(gradients))
@@ -327,7 +325,9 @@ class ModelUpdate:
         """The norm over all meshes; NaN when a loss is not finite, so that every mesh sees that."""
         gradients = self._gradients_of_norm()
         if self._shards is not None:
-            self._shards.agree({name: one.grad for name, one in self.updated.items() if one.grad is not None})
+            self._shards.average_replicated(
+                {name: p.grad for name, p in self.updated.items() if p.grad is not None}
+            )
         dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
         # One dtype on every mesh, whatever its parameters: float64 on CPU, where it costs nothing.
         total = torch.zeros((), dtype=torch.float64, device=self._settings.device)
@@ -351,19 +351,20 @@ class ModelUpdate:
         return total.sqrt()
 
     def _gradients_of_norm(self) -> list[torch.Tensor]:
-        """Where all workers add to the norm those of a mesh, which have the same, add theirs once."""
+        """The gradients that this worker adds to the norm. In a norm over all workers the gradients of a mesh, which are
+        equal, are added once."""
         if self._norm_of_world and self.collectives.worker >= self._settings.tensor:
             return []
         return [g for name in self._counted_here() if (g := self.parameters[name].grad) is not None]
 
     def _counted_here(self) -> Sequence[str]:
-        """The parameters of which this worker counts what it has, where those that share matrices add up theirs."""
+        """The parameters that this worker counts in the norm, where tensor-parallel ranks add up their shards."""
         return self._counted if self._shards is None else self._shards.counted(self._counted)
 
 
 def honours_found_inf(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Whether a step with `found_inf` set leaves everything as it is: fused kernels do, but a first step of SGD
-    with momentum makes its buffers there, and skipped they would stay undefined."""
+    """True where a step with `found_inf` set changes nothing: fused kernels do, but a first step of SGD with
+    momentum makes its buffers there, and skipped they would stay undefined."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     return bool(optimizer.state) or not any(group.get("momentum") for group in optimizer.param_groups)

@@ -35,47 +35,47 @@ _TRIAL_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class FlatPartition:
-    """Which part of every parameter worker `worker` of `workers` has."""
+    """The partition of every parameter that worker `worker` of `workers` updates."""
 
     worker: int
     workers: int
 
     def length(self, elements: int) -> int:
-        """Of every part of so many elements, with what fills up the last ones."""
+        """The length of a partition of `elements`, the padding of the last one included."""
         return -(-elements // self.workers)
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """This worker's part of a vector: a view."""
+        """This worker's partition of a vector [elements]: a view."""
         length = self.length(flat.numel())
         return flat[min(self.worker * length, flat.numel()) : min((self.worker + 1) * length, flat.numel())]
 
     def all_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All parts of a tensor, one a row, filled up with zeros."""
+        """All partitions of a tensor, [workers, length], padded with zeros."""
         flat = tensor.reshape(-1)
         length = self.length(flat.numel())
         return functional.pad(flat, (0, self.workers * length - flat.numel())).view(self.workers, length)
 
     def filled(self, part: torch.Tensor, elements: int) -> torch.Tensor:
-        """This worker's `part` of so many elements as long as all others."""
+        """This worker's `part` of a vector of `elements`, padded to the length of all partitions."""
         return functional.pad(part, (0, self.length(elements) - part.numel()))
 
 
 def local_partitions(parameters: Mapping[str, nn.Parameter], parts: FlatPartition) -> dict[str, nn.Parameter]:
-    """This worker's part of each parameter that is trained: an update of it is one of the parameter."""
-    found = {}
+    """This worker's partition of each trained parameter, a view: an update of it updates the parameter."""
+    partitions = {}
     for name, parameter in parameters.items():
         if not parameter.requires_grad:
             continue
         if not parameter.is_contiguous():  # its elements must lie in memory as all workers count them
             parameter.data = parameter.data.contiguous()
-        found[name] = nn.Parameter(parts.of(parameter.detach().view(-1)))
-    return found
+        partitions[name] = nn.Parameter(parts.of(parameter.detach().view(-1)))
+    return partitions
 
 
 def partition_optimizer(
     optimizer: torch.optim.Optimizer, own: Mapping[nn.Parameter, nn.Parameter], parts: FlatPartition
 ) -> None:
-    """Have `optimizer`, made for whole parameters, which it may have grouped by their shapes, update their parts."""
+    """Have `optimizer`, which was made for whole parameters, as it may group them by shape, update their partitions."""
     for group in optimizer.param_groups:
         group["params"] = [own[parameter] for parameter in group["params"]]
     for parameter, entry in list(optimizer.state.items()):
@@ -86,7 +86,7 @@ def partition_optimizer(
 def partition_state_entry(
     entry: Mapping[str, Any], whole: torch.Tensor, parts: FlatPartition
 ) -> dict[str, Any]:
-    """What a worker keeps of the optimizer's state of a parameter; copies, so that the rest can go."""
+    """A worker's partition of the optimizer state of a parameter, copied so that the rest can be freed."""
     return {
         key: parts.of(value.reshape(-1)).clone() if _is_elementwise(key, value, whole) else value
         for key, value in entry.items()
@@ -94,7 +94,7 @@ def partition_state_entry(
 
 
 def elementwise_keys(entry: Mapping[str, Any], own: torch.Tensor) -> list[str]:
-    """What of the state of a part is one number for each of its elements."""
+    """The keys of a partition's optimizer state whose values have one number per element."""
     return [key for key, value in entry.items() if _is_elementwise(key, value, own)]
 
 
@@ -219,8 +219,8 @@ class Zero1Update(ModelUpdate):
                 parameter.copy_(whole.view_as(parameter))
 
     def _own_state(self) -> dict[str, Any]:
-        """As of a mesh that shares no optimizer, which every worker of this one must ask for at the same time; the
-        optimizer's state is in the host's memory, and only the first of the workers that share it has it."""
+        """The state as without ZeRO-1, for which all dp ranks must ask at the same time; the gathered optimizer state is in
+        host memory, and only on the first of them."""
         own = super()._own_state()
         return {**own, "optimizer": self._gathered_state(own["optimizer"])}
 
@@ -242,7 +242,7 @@ class Zero1Update(ModelUpdate):
         return self._scatter(alone) if alone else None
 
     def _scatter(self, parameters: Sequence[nn.Parameter]) -> Finish | None:
-        """Start to sum this worker's parts over the mesh, and to count which workers made a gradient."""
+        """Start to reduce-scatter gradients over the dp group, and to count the workers that made each."""
         unmade = [k for k, p in enumerate(parameters) if p.grad is None]
         for p in parameters:
             if p.grad is None:
@@ -267,7 +267,8 @@ class Zero1Update(ModelUpdate):
         return chain_finish(self.collectives.start_reduce_scatter(self._dp_group, out, flat), hand_out)
 
     def _gradients_of_norm(self) -> list[torch.Tensor]:
-        """Of this worker's parts, all of them together are the mesh's; from here on gradients are those of parts."""
+        """The gradients of this worker's partitions: those of all dp ranks make the mesh's. From here on gradients are those
+        of partitions."""
         for parameter in self._tied:
             if parameter.grad is not None:
                 self._take_part(parameter)
@@ -278,7 +279,7 @@ class Zero1Update(ModelUpdate):
         return [gradient for gradient in own if gradient is not None]
 
     def _take_part(self, parameter: nn.Parameter) -> None:
-        """Have the gradient of this worker's part lie in that of the parameter."""
+        """Make the gradient of this worker's partition a view of that of the parameter."""
         self._own[parameter].grad = self._parts.of(parameter.grad.reshape(-1))
 
     # STEP, and checkpoints
@@ -286,7 +287,7 @@ class Zero1Update(ModelUpdate):
     @torch.no_grad()
     def _gathered_state(self, own: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         leads = self._parts.worker == 0
-        found = {name: dict(entry) for name, entry in own.items()} if leads else {}
+        gathered = {name: dict(entry) for name, entry in own.items()} if leads else {}
         vectors = {
             (name, key): own[name][key]
             for name in own
@@ -297,11 +298,11 @@ class Zero1Update(ModelUpdate):
             wholes = self._gather([vectors[place] for place in places], sizes)
             for (name, key), whole in zip(places, wholes, strict=True):
                 if leads:
-                    found[name][key] = whole.view(self.parameters[name].shape).to("cpu", copy=True)
-        return found
+                    gathered[name][key] = whole.view(self.parameters[name].shape).to("cpu", copy=True)
+        return gathered
 
     def _gather(self, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> Iterator[torch.Tensor]:
-        """The vectors of so many elements of which every worker has its part, one after the other."""
+        """All-gather vectors of `sizes` elements from the partitions of every dp rank; yields each in turn."""
         own = torch.cat(
             [self._parts.filled(part.detach(), size) for part, size in zip(parts, sizes, strict=True)]
         )
@@ -315,17 +316,17 @@ class Zero1Update(ModelUpdate):
 def _keys_by_bucket(
     vectors: Mapping[Any, torch.Tensor], wholes: Mapping[Any, torch.Tensor]
 ) -> list[list[Any]]:
-    """The keys of `vectors` in their order, in runs of one dtype whose wholes are about a bucket each."""
-    found: list[list[Any]] = []
-    held, kind = 0, None
+    """The keys of `vectors` in their order, in runs of one dtype whose whole tensors fill about a bucket."""
+    buckets: list[list[Any]] = []
+    bucket_bytes, dtype = 0, None
     for key, vector in vectors.items():
         size = wholes[key].numel() * vector.element_size()
-        if not found or vector.dtype != kind or held + size > BUCKET_BYTES:
-            found.append([])
-            held, kind = 0, vector.dtype
-        found[-1].append(key)
-        held += size
-    return found
+        if not buckets or vector.dtype != dtype or bucket_bytes + size > BUCKET_BYTES:
+            buckets.append([])
+            bucket_bytes, dtype = 0, vector.dtype
+        buckets[-1].append(key)
+        bucket_bytes += size
+    return buckets
 
 
 _MATRIX_SHAPE = (6, 4)

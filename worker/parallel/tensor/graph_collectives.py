@@ -17,7 +17,7 @@ from worker.parallel.tensor.placement import Split
 
 
 class GroupCommunicator(Protocol):
-    """What the workers of a group do together; each call returns when it is done, or on CUDA enqueued."""
+    """Collectives of one group; each call returns when it is done, or on CUDA enqueued."""
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum `tensor` in place."""
@@ -27,25 +27,25 @@ class GroupCommunicator(Protocol):
 
 
 class TensorGroup:
-    """The workers that share the matrices of a stage, as one of them sees it.
+    """The tensor-parallel group of a stage, as rank `worker` of `workers` sees it.
 
-    `between` is given once the transport is there; all workers call it in the same order, which is that of the stage's
-    graph and of its program.
+    All ranks call `communicator` in one order, that of the stage's graph and of its program. None: the stage's graph is
+    built or measured, and not run.
     """
 
-    def __init__(self, worker: int, workers: int, between: GroupCommunicator | None = None):
+    def __init__(self, worker: int, workers: int, communicator: GroupCommunicator | None = None):
         self.worker, self.workers = worker, workers
-        self.between = between
+        self.communicator = communicator
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the workers, in a tensor of its own."""
+        """The sum over the group, in a new tensor."""
         total = tensor.detach().clone(memory_format=torch.contiguous_format).resolve_conj()
         with release_rng_lock():  # a forward may have the generators, and so may those that it waits for
             self._connected().all_reduce(torch.view_as_real(total) if total.is_complex() else total)
         return total
 
     def gather(self, local: torch.Tensor, split: Split) -> torch.Tensor:
-        """The whole tensor, bit for bit."""
+        """The whole tensor of which every rank has `local` by `split`, bit for bit."""
         if local.is_complex():
             return torch.view_as_complex(
                 self.gather(torch.view_as_real(local.detach().resolve_conj()), split)
@@ -57,13 +57,15 @@ class TensorGroup:
         return split.joined(parts)
 
     def _connected(self) -> GroupCommunicator:
-        if self.between is None:
-            raise RuntimeError("the tensor-parallel group is not connected: a stage ran before connect()")
-        return self.between
+        if self.communicator is None:
+            raise RuntimeError(
+                "the tensor-parallel group has no communicator: a stage that was only built for measurement ran"
+            )
+        return self.communicator
 
 
 class CopyToGroup(nn.Module):
-    """In front of what each worker computes a part of: passes a whole value on, and sums the parts of its gradient."""
+    """Passes a whole value on to operations of which each rank computes a part, and sums the parts of its gradient."""
 
     def __init__(self, group: TensorGroup):
         super().__init__()
@@ -74,7 +76,7 @@ class CopyToGroup(nn.Module):
 
 
 class ReduceFromGroup(nn.Module):
-    """Sums parts; its gradient is whole already."""
+    """Sums the parts of a value over the group; its gradient is whole already."""
 
     def __init__(self, group: TensorGroup):
         super().__init__()
@@ -85,7 +87,7 @@ class ReduceFromGroup(nn.Module):
 
 
 class GatherFromGroup(nn.Module):
-    """Makes a split value whole; each worker takes its part of the gradient."""
+    """Gathers a split value; each rank takes its part of the gradient."""
 
     def __init__(self, group: TensorGroup, split: Split):
         super().__init__()
@@ -107,7 +109,7 @@ class ScatterToGroup(nn.Module):
 
 
 class VocabParallelLookup(nn.Module):
-    """Rows of a table of which each worker has some, to be summed: zeros for the words of the others."""
+    """An embedding lookup in this rank's rows of a table, with zeros for other words, to be summed over the group."""
 
     def __init__(self, group: TensorGroup, rows: int, padding: int):
         super().__init__()
@@ -129,7 +131,7 @@ class VocabParallelLookup(nn.Module):
 
 
 def add_bias(total: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """In the type of the product, as an operation with both would have it under autocast."""
+    """`total` + `bias` in the dtype of `total`, as one operation of both has it under autocast."""
     return total + bias.to(total.dtype)
 
 

@@ -17,7 +17,7 @@ Shape = Sequence[int]
 
 
 class LayoutError(ValueError):
-    """A tensor cannot be split as it is asked for; the message says over how many workers it can, `most` at most."""
+    """A tensor cannot be split as the plan says; it can over at most `max_workers` ranks."""
 
     def __init__(self, message: str, most: int = 1):
         super().__init__(message)
@@ -25,15 +25,15 @@ class LayoutError(ValueError):
 
 
 class UnevenError(LayoutError):
-    """So many workers do not divide what is to be split; `fitting` do, as far as is known."""
+    """The number of ranks does not divide a split dimension; the numbers in `valid_workers` do, as far as is known."""
 
-    def __init__(self, told: str, fitting: Sequence[int]):
+    def __init__(self, problem: str, fitting: Sequence[int]):
         super().__init__(
-            f"{told}; set `tensor` to one of {', '.join(map(str, fitting))}, or leave it whole (replicate) in "
+            f"{problem}; set `tensor` to one of {', '.join(map(str, fitting))}, or leave it whole (replicate) in "
             "resources.tensor_plan",
             max(fitting),
         )
-        self.problem, self.valid_workers = told, tuple(fitting)
+        self.problem, self.valid_workers = problem, tuple(fitting)
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ class Split:
         return replace(self, origins=self.origins | others)
 
     def same_layout(self, other: Split) -> bool:
-        """Whether both mean the same elements, wherever they came from."""
+        """True where both split a tensor into the same elements, whatever their origins."""
         return (self.dim, self.parts) == (other.dim, other.parts)
 
     def check(self, workers: int, what: str) -> None:
-        """UnevenError for parts that the number of workers does not divide."""
+        """UnevenError for parts that the number of ranks does not divide; `what` names the tensor."""
         if all(part % workers == 0 for part in self.parts):
             return
         common = math.gcd(*self.parts)
@@ -76,13 +76,13 @@ class Split:
         )
 
     def local_shape(self, shape: Shape, workers: int) -> tuple[int, ...]:
-        """What one worker has of a tensor of this shape."""
-        found = list(shape)
-        found[self.dim] //= workers
-        return tuple(found)
+        """The shape of one rank's shard of a tensor of `shape`."""
+        local = list(shape)
+        local[self.dim] //= workers
+        return tuple(local)
 
     def pick(self, whole: torch.Tensor, worker: int, workers: int) -> torch.Tensor:
-        """What `worker` of so many has of `whole`; a view where there is one part."""
+        """The shard of `whole` of rank `worker` of `workers`; a view where there is one part."""
         pieces, start = [], 0
         for part in self.parts:
             share = part // workers
@@ -91,7 +91,7 @@ class Split:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
     def joined(self, parts: torch.Tensor) -> torch.Tensor:
-        """The whole tensor, of what each worker has: one a row, in their order."""
+        """The whole tensor from the shards of all ranks, [ranks, *shape of a shard]."""
         if len(self.parts) == 1 and self.dim == 0:
             return parts.flatten(0, 1)
         pieces, taken = [], 0
@@ -102,7 +102,7 @@ class Split:
         return torch.cat(pieces, self.dim)
 
     def padded(self, local: torch.Tensor, worker: int, workers: int) -> torch.Tensor:
-        """What `worker` has, in a whole of zeros: those of all workers add up to the tensor."""
+        """The shard of `worker` in a whole tensor of zeros: those of all ranks add up to the tensor."""
         shape = list(local.shape)
         shape[self.dim] = self.size
         whole = local.new_zeros(shape)
@@ -110,7 +110,7 @@ class Split:
         return whole
 
     def place(self, local: torch.Tensor, whole: torch.Tensor, worker: int, workers: int) -> None:
-        """Write what `worker` has into `whole`: the inverse of `pick`."""
+        """Write the shard of `worker` into `whole`: the inverse of `pick`."""
         start = taken = 0
         for part in self.parts:
             share = part // workers

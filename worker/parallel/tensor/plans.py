@@ -52,22 +52,22 @@ BUILT_IN_PLAN: tuple[tuple[str, Style], ...] = (
     *((f"*.{name}", "colwise") for name in ("wi", "wi_0", "wi_1")),
     ("*.wo", "rowwise"),
 )
-"""Module-name patterns of the families that share them; the first that fits counts."""
+"""Module-name patterns of model families with their styles; the first match counts."""
 
 _MAX_SHOWN_MODULES = 8
 _PEFT_SUFFIX = ".base_layer"
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 _MATRICES = {"linear": 0, "addmm": 1, "mm": 1, "matmul": 1}
 _OUTPUT_DIM = {**_MATRICES, "embedding": 1, **dict.fromkeys(_CONVOLUTIONS, 0)}
-"""Of the operations that use a matrix, the dimension of it that becomes one of the result."""
+"""The dimension of the matrix that becomes a dimension of the result, by operation."""
 _TRANSPOSES = ("t", "numpy_T", "mT", "transpose")
-"""What turns a matrix over; of two dimensions, transpose has no others to choose."""
+"""Operations that transpose a matrix (of two dimensions `transpose` can swap no others)."""
 _PASS_THROUGH = ("to", "_to_copy", "type_as", "contiguous")
-"""What leaves a parameter's elements where they are."""
+"""Operations that leave a parameter's elements where they are."""
 
 
 def style_of(name: str, plan: Mapping[str, str] | None) -> str | None:
-    """The style of the parameter called `name`, None where no pattern means its module."""
+    """The style of the parameter `name`; None where no pattern matches its module."""
     modules = _module_names(name)
     patterns = BUILT_IN_PLAN if plan is None else plan.items()
     return next(
@@ -77,13 +77,13 @@ def style_of(name: str, plan: Mapping[str, str] | None) -> str | None:
 
 
 def _module_names(name: str) -> tuple[str, ...]:
-    """What the module of a parameter is called: of a layer that peft has wrapped, also as it was before."""
+    """The names of a parameter's module: of a layer that peft has wrapped also the name before."""
     module = name.rpartition(".")[0]
     return (module, module.removesuffix(_PEFT_SUFFIX)) if module.endswith(_PEFT_SUFFIX) else (module,)
 
 
 def check_tensor_plan(plan: Mapping[str, str] | None, names: Sequence[str], workers: int) -> None:
-    """ModelError for a plan that shares none of the parameters `names`, or has a pattern that means no module of theirs."""
+    """ModelError for a plan that splits none of the parameters `names`, or has a pattern without a matching module."""
     modules = list(dict.fromkeys(module for name in names for module in _module_names(name)))
     shown = ", ".join(modules[:_MAX_SHOWN_MODULES]) + (
         f" and {len(modules) - _MAX_SHOWN_MODULES} more" if len(modules) > _MAX_SHOWN_MODULES else ""
@@ -113,10 +113,10 @@ def split_parameters(
 ) -> dict[str, Split]:
     """The splits of a stage's parameters, by their names in the graph; `names` has those in the model.
 
-    A plan of the user's that does not divide a parameter, or means one whose use is not known, is refused (LayoutError). A
-    built-in one leaves it whole, but for matrices: of heads and hidden features, that is.
+    LayoutError for a user's plan that does not divide a parameter, or splits one whose use is not known. The built-in plan
+    leaves such a parameter whole, but for the matrices of linear layers, which have heads and hidden features.
     """
-    found: dict[str, Split] = {}
+    splits: dict[str, Split] = {}
     for node in body.graph.nodes:
         if node.op != "get_attr" or node.target not in names:
             continue
@@ -136,12 +136,12 @@ def split_parameters(
         if shape[dim] % workers and plan is None and not (style != "vocab" and _is_linear_matrix(node)):
             continue
         split.check(workers, f"parameter {name!r} ({style})")
-        found[node.target] = split
-    return found
+        splits[node.target] = split
+    return splits
 
 
 def _split_dimension(node: fx.Node, style: str, rank: int) -> int | None:
-    """Which dimension of a parameter its style splits; None for none of it."""
+    """The dimension of a parameter that its style splits; None: it stays whole."""
     if rank == 1:
         return 0 if style == "colwise" else None  # what is added to a sum is added once
     if style == "vocab":
@@ -165,7 +165,7 @@ def _split_dimension(node: fx.Node, style: str, rank: int) -> int | None:
 
 
 def _is_linear_matrix(node: fx.Node) -> bool:
-    """Whether a parameter is the matrix of a linear layer."""
+    """True for a parameter that is the matrix of a linear layer."""
     return any(
         op_name(user) in _MATRICES
         or (op_name(user) in (*_TRANSPOSES, *_PASS_THROUGH) and _is_linear_matrix(user))
@@ -174,7 +174,7 @@ def _is_linear_matrix(node: fx.Node) -> bool:
 
 
 def _unknown_use_message(node: fx.Node, name: str, style: str, shape: list[int]) -> str:
-    """That a matrix which somebody wants shared is used by nothing that says which of its dimensions comes out."""
+    """The message for a matrix that a plan splits and that no known operation uses."""
     users = ", ".join(sorted({op_name(user) for user in node.users})) or "nothing"
     known = ", ".join(_OUTPUT_DIM)
     return (
@@ -184,21 +184,26 @@ def _unknown_use_message(node: fx.Node, name: str, style: str, shape: list[int])
 
 
 def candidate_parts(body: fx.GraphModule, name: str, split: Split, workers: int) -> list[Split]:
-    """Of what else a split dimension may consist: two or three equal parts, or those that the graph takes it apart to."""
+    """Other parts of a split dimension that may be its true ones: two or three equal ones, or those into which the graph
+    splits it."""
     size = split.size
-    found = [(size // count,) * count for count in (3, 2) if size % (count * workers) == 0]
+    candidates = [(size // count,) * count for count in (3, 2) if size % (count * workers) == 0]
     for node in body.graph.nodes:
         sizes = tuple(node.args[1]) if op_name(node) == "split_with_sizes" else _slice_sizes(node, size)
         if sum(sizes) == size and all(part % workers == 0 for part in sizes):
-            found.append(sizes)
-    return [split.along(split.dim, parts) for parts in dict.fromkeys(found)]
+            candidates.append(sizes)
+    return [split.along(split.dim, parts) for parts in dict.fromkeys(candidates)]
 
 
 def _slice_sizes(node: fx.Node, size: int) -> tuple[int, ...]:
     """The sizes of the slices of a value's last dimension, where these are all of it."""
     slices = [bound_arguments(user) for user in node.users if op_name(user) == "slice"]
     ends = {0, size}
-    for one in slices:
-        ends |= {end for end in (one.get("start"), one.get("end")) if isinstance(end, int) and 0 < end < size}
+    for arguments in slices:
+        ends |= {
+            end
+            for end in (arguments.get("start"), arguments.get("end"))
+            if isinstance(end, int) and 0 < end < size
+        }
     places = sorted(ends)
     return tuple(after - before for before, after in itertools.pairwise(places)) if slices else ()

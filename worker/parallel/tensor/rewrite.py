@@ -39,9 +39,10 @@ class ShardedValue:
 
 @dataclass
 class GatherCost:
-    """How many elements were gathered because no rule kept them split, and the parameters from which the split came.
+    """The elements that are gathered because no rule keeps them split, and the parameters from which the split came.
 
-    `refused` are the splits that the number of workers does not divide, `lost` how many views no split could follow.
+    `refused` are the splits that the number of ranks does not divide; `untracked_views` counts views that no split can
+    follow.
     """
 
     elements: int = 0
@@ -103,14 +104,14 @@ class Rewriter:
     # What rules use
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """The shape of the whole tensor of `node`."""
         return tuple(self.values[node].shape)
 
     def split_of(self, node: Any) -> Split | tuple[Split | None, ...] | None:
         return self._of[node].split if isinstance(node, fx.Node) else None
 
     def local(self, node: fx.Node) -> fx.Node:
-        """The new node of a value as it is."""
+        """The new node of a value in its present layout."""
         return self._of[node].node
 
     def whole(self, node: fx.Node) -> fx.Node:
@@ -138,7 +139,7 @@ class Rewriter:
         return self._copied_nodes[node]
 
     def scattered(self, node: fx.Node, split: Split) -> fx.Node:
-        """The new node of a value split so."""
+        """The new node of a value split by `split`."""
         have = self.split_of(node)
         if have is not None and have.same_layout(split):
             return self._of[node].node
@@ -149,8 +150,8 @@ class Rewriter:
         return self._scattered_nodes[key]
 
     def unaliased(self, node: fx.Node, of: fx.Node) -> fx.Node:
-        """The new node of `of`, of which `node` has the elements; of a copy where the whole ones lie apart and either is
-        changed in place: a part may lie in memory so that it would be a view."""
+        """The new node of `of`, whose elements `node` has; a copy where their whole tensors have memory of their own and
+        one is changed in place, as the shards might be views of one another."""
         memories = {_storage_id(self.values[node]), _storage_id(self.values[of])}
         if len(memories) == 1 or memories.isdisjoint(self._changes):
             return self.local(of)
@@ -166,7 +167,7 @@ class Rewriter:
         return self.call(ReduceFromGroup(self.group), node)
 
     def emit(self, node: fx.Node, target: Any, arguments: tuple, keywords: Mapping | None = None) -> fx.Node:
-        """A new node in the place of `node`, of any function, with its name and what is known of it."""
+        """A new node in the place of `node`, of any function, with its name and metadata."""
         made = self._graph.create_node(
             "call_function", target, arguments, dict(keywords or {}), name=node.name
         )
@@ -174,13 +175,13 @@ class Rewriter:
         return made
 
     def add(self, target: Any, *arguments: Any) -> fx.Node:
-        """A new node that no node of the old graph stands for."""
+        """A new node without a counterpart in the old graph."""
         return self._graph.call_function(target, arguments)
 
     def copy(
         self, node: fx.Node, given: Mapping[fx.Node, fx.Node], split: Any, **changed: Any
     ) -> ShardedValue:
-        """The same operation on the new nodes `given`, with the arguments of these names `changed`."""
+        """The same operation on the new nodes `given`, with the named arguments in `changed` replaced."""
         bound = bound_arguments(node)
         names = list(bound)
         mapped = {
@@ -195,7 +196,7 @@ class Rewriter:
         return ShardedValue(self.emit(node, node.target, positional, keywords), split)
 
     def on_whole(self, node: fx.Node) -> ShardedValue:
-        """Any operation, on whole tensors. LayoutError for one that would change a gathered copy."""
+        """Run any operation on whole tensors. LayoutError for one that would change a gathered copy in place."""
         if is_inplace(node) and self.split_of(node.args[0]) is not None:
             raise LayoutError(
                 f"{node.name} changes a split tensor in place: write the operation that makes a new one"
@@ -212,7 +213,7 @@ class Rewriter:
         return value.is_floating_point() or value.is_complex()
 
     def _remember_copy(self, node: fx.Node) -> None:
-        """Whether what was a view of a tensor is one of a gathered copy."""
+        """Remember whether the view `node` of a tensor has become a view of a gathered copy."""
         memory = _storage_id(self.values[node])
         for one in node.all_input_nodes:
             gathered = self.split_of(one) is not None and self.split_of(node) is None
@@ -224,7 +225,7 @@ class Rewriter:
                 self._gathered_views.add(node)
 
     def _check_views(self, node: fx.Node) -> None:
-        """LayoutError where views of one tensor, of which `node` changes one in place, are here of several."""
+        """LayoutError where `node` changes a view of one tensor in place, and its views have become views of several."""
         changed = node.args[0]
         memory, now = _storage_id(self.values.get(changed)), self._place[node]
         for other in self._of:
@@ -238,7 +239,7 @@ class Rewriter:
                 )
 
     def _forget_copies(self) -> None:
-        """What was gathered or picked before something changed is no copy any more."""
+        """Forget gathered and scattered copies: an operation in place has made them stale."""
         for copies in (self._wholes, self._copied_nodes, self._scattered_nodes):
             copies.clear()
 
@@ -257,19 +258,19 @@ class Rewriter:
 
 
 def _storage_id(value: Any) -> int | None:
-    """What tensors that share their memory have alike."""
+    """An identifier of a tensor's memory, equal for all views of it."""
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
 def bound_arguments(node: fx.Node) -> dict[str, Any]:
     """The arguments of an operator by name, with its defaults up to the last one given."""
     schema = node.target._schema.arguments
-    found = dict(zip([argument.name for argument in schema], node.args, strict=False)) | dict(node.kwargs)
-    last = max(index for index, argument in enumerate(schema) if argument.name in found)
+    bound = dict(zip([argument.name for argument in schema], node.args, strict=False)) | dict(node.kwargs)
+    last = max(index for index, argument in enumerate(schema) if argument.name in bound)
     return {
-        argument.name: found.get(argument.name, argument.default_value)
+        argument.name: bound.get(argument.name, argument.default_value)
         for index, argument in enumerate(schema)
-        if argument.name in found or (index < last and not argument.kwarg_only)
+        if argument.name in bound or (index < last and not argument.kwarg_only)
     }
 
 
@@ -284,7 +285,7 @@ def op_name(node: fx.Node) -> str:
 
 
 def is_inplace(node: fx.Node) -> bool:
-    """Whether an operator changes its first argument."""
+    """True for an operator that changes its first argument."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(
         argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments

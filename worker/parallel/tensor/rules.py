@@ -144,7 +144,7 @@ def embedding(rw: Rewriter, node: fx.Node) -> ShardedValue | None:
 
 
 def convolution(rw: Rewriter, node: fx.Node) -> ShardedValue | None:
-    """Of channels: by those that come out (rows of the weight), or by those that go in."""
+    """A convolution whose weight is split by output channels (its rows) or by input channels."""
     bound = bound_arguments(node)
     x, weight, bias = bound["input"], bound["weight"], bound.get("bias")
     split = rw.split_of(weight)
@@ -232,7 +232,7 @@ def pointwise(rw: Rewriter, node: fx.Node) -> ShardedValue | None:
 
 
 def keep_split(rw: Rewriter, node: fx.Node) -> ShardedValue | None:
-    """What leaves every element where it is, and looks at its first argument's elements only."""
+    """An operation on each element of its first argument alone, which stays where it is."""
     first = node.args[0]
     split = rw.split_of(first)
     return None if split is None else rw.copy(node, {first: rw.unaliased(node, first)}, split)
@@ -265,7 +265,7 @@ def reshape(rw: Rewriter, node: fx.Node) -> ShardedValue | None:
 
 
 def _refuse_uneven(rw: Rewriter, split: Split, before: tuple, after: tuple, node: fx.Node) -> None:
-    """Remember a view that one worker could split, and so many cannot (of heads, most often), or that none could."""
+    """Remember a view that the number of ranks cannot split (of heads, most often), or that no number can."""
     alone = reshaped_split(split, before, after, 1)
     if alone is None:
         rw.gathered.untracked_views += 1
@@ -317,7 +317,7 @@ def repeat(rw: Rewriter, node: fx.Node) -> ShardedValue | None:
 
 
 def repeat_interleave(rw: Rewriter, node: fx.Node) -> ShardedValue | None:
-    """Each of the elements several times: a share stays a share."""
+    """A repetition of each element: a shard stays a shard."""
     bound, first = bound_arguments(node), node.args[0]
     split, dim, times = rw.split_of(first), bound.get("dim"), bound.get("repeats")
     if split is None or dim is None or not isinstance(times, int) or bound.get("output_size") is not None:
@@ -328,7 +328,7 @@ def repeat_interleave(rw: Rewriter, node: fx.Node) -> ShardedValue | None:
 
 
 def slice_(rw: Rewriter, node: fx.Node) -> ShardedValue | None:
-    """Of another dimension, or a whole part of the split one."""
+    """A slice of another dimension, or of a whole part of the split one."""
     bound, first = bound_arguments(node), node.args[0]
     split, shape = rw.split_of(first), rw.shape(first)
     dim = bound.get("dim", 0) % len(shape)

@@ -4,7 +4,7 @@ Counts for global sums what a rank owns (its shards, and replicated parameters o
 averages the gradients of replicated parameters, so that their copies stay equal to the bit: on CUDA additions
 by atomics, on CPU processors of two kinds would drive them apart. All ranks of the group call state functions
 at the same time and gather in one order. Also builds a mesh's tensor-parallel stages from the job's plan,
-refusing a parameter split in two ways. Must not know optimizers, data or the driver.
+refusing a parameter that two stages split differently. Must not know optimizers, data or the driver.
 """
 
 from __future__ import annotations
@@ -29,72 +29,72 @@ from worker.parallel.tensor.tensor_stage import split_stage_as, tensor_stage
 
 
 class TensorParallelShards:
-    """What a worker of `group` has of the parameters `splits`, by original name; of all others it has the whole."""
+    """The shards of a rank of `group`: of the parameters in `splits`, by original name; all others are whole."""
 
     def __init__(self, group: TensorGroup, splits: Mapping[str, Split]):
         self._group, self._splits = group, splits
 
     def shard_stage_like(self, stage: StageModule) -> StageModule:
-        """Another graph of a stage on the same parts of its parameters."""
+        """Another graph of a stage on the same shards of its parameters."""
         return split_stage_as(stage, self._splits, self._group)
 
-    def held(self, name: str) -> ShardSpec:
-        """What this worker has of `name`, for a comparison with others."""
+    def shard_spec(self, name: str) -> ShardSpec:
+        """The slice of `name` that this rank has, for a comparison with others."""
         split = self._splits.get(name)
         if split is None:
             return ShardSpec(name)
         return ShardSpec(name, split.dim, split.parts, self._group.worker, self._group.workers)
 
     def counts(self, name: str) -> bool:
-        """Whether this worker counts where all add up: its parts, and what is whole on the first alone."""
+        """True where this rank counts `name` in a sum over the group: its shards, and whole parameters on the first rank."""
         return name in self._splits or self._group.worker == 0
 
     def counted(self, names: Sequence[str]) -> list[str]:
-        """Those of a norm's parameters that this worker counts."""
+        """The parameters in `names` that this rank counts in a sum over the group."""
         return [name for name in names if self.counts(name)]
 
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """What this worker has of the whole of `name`."""
+        """This rank's shard of the tensor `whole` of `name`."""
         split = self._splits.get(name)
         if split is None:
             return whole
         return split.pick(whole, self._group.worker, self._group.workers).clone()
 
     def zero_padded(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """The whole of `name` with zeros for what others have: those of all workers add up to it."""
+        """The whole of `name` with zeros outside this rank's shard: those of all ranks add up to it."""
         split = self._splits.get(name)
         return part if split is None else split.padded(part, self._group.worker, self._group.workers)
 
     def sum_whole(self, name: str, part: torch.Tensor, add: Callable[[torch.Tensor], None]) -> None:
-        """Have in `part` this worker's of the whole of `name`, after `add` has summed wholes over those that hold it."""
+        """Sum `name` over meshes that split it otherwise: `add` sums whole tensors, then `part` gets this rank's shard."""
         whole = self.zero_padded(name, part) if self.counts(name) else torch.zeros_like(part)
         add(whole)
         part.copy_(self.part(name, whole))
 
     def sum(self, total: torch.Tensor) -> None:
-        """Add up what the workers counted, in place."""
+        """Sum `total` over the group, in place."""
         total.copy_(self._group.sum(total))
 
-    def agree(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Have all workers of the group the same gradients of what each has whole, to the bit: their mean. Else what they
-        round differently would drive their copies apart, step by step: on CUDA additions by atomics, on CPU processors of
-        two kinds. A part of REDUCE, planned as such (update_costs.py); a bucket's bytes at a time, which bounds the copy."""
+    def average_replicated(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Replace the gradients of replicated parameters by their mean over the group, equal to the bit on every rank: what
+        ranks round differently (CUDA atomics, CPUs of two kinds) would drive their copies apart, step by step. REDUCE does
+        this, and plans count it; a bucket's bytes at a time, which bounds the copy."""
         whole = [
             Gradient(name, (), one.nbytes, str(one.dtype))
             for name, one in gradients.items()
             if name not in self._splits
         ]
         for names in group_into_buckets(whole):
-            alike = [gradients[name] for name in names]
-            flat = torch.cat([gradient.reshape(-1) for gradient in alike])
+            replicated = [gradients[name] for name in names]
+            flat = torch.cat([gradient.reshape(-1) for gradient in replicated])
             parts = (self._group.sum(flat) / self._group.workers).split(
-                [gradient.numel() for gradient in alike]
+                [gradient.numel() for gradient in replicated]
             )
-            for gradient, part in zip(alike, parts, strict=True):
+            for gradient, part in zip(replicated, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
 
     def whole_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of a mesh with whole tensors; all workers of the group call this, and gather in the same order."""
+        """The state of a mesh with whole tensors; all ranks of the group call this, and gather in one order."""
         parameters = {
             name: self._group.gather(tensor, split) if (split := self._splits.get(name)) else tensor
             for name, tensor in sorted(state["parameters"].items())
@@ -106,7 +106,7 @@ class TensorParallelShards:
         return {**state, "parameters": parameters, "optimizer": optimizer}
 
     def part_of_state(self, state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-        """What this worker takes of a state with whole tensors: its parts of `names`."""
+        """This rank's shards of `names` from a state with whole tensors."""
         parameters = {
             name: self.part(name, tensor) for name, tensor in state["parameters"].items() if name in names
         }
@@ -140,7 +140,7 @@ def _has_same_shape(value: Any, parameter: torch.Tensor) -> bool:
 
 @attributed_to(Reason.PLAN_INFEASIBLE)
 def check_tensor_plan_of(traced: TracedModel, plan: Mapping[str, str] | None, workers: int) -> None:
-    """Refuse a `plan` that shares nothing of the model, or names modules that it has not (ModelError)."""
+    """ModelError for a `plan` that splits nothing of the model, or names modules that it does not have."""
     check_tensor_plan(plan, list(traced.placed.parameters.values()), workers)
 
 
@@ -148,14 +148,14 @@ def check_tensor_plan_of(traced: TracedModel, plan: Mapping[str, str] | None, wo
 def tensor_parallel_stages(
     job: Job, stages: Mapping[int, StageModule], mesh: str, worker: int, communicator: GroupCommunicator
 ) -> tuple[TensorParallelShards, dict[int, StageModule]]:
-    """What `worker` of `mesh` runs of `stages`, and which parts of their parameters those are.
+    """The stages that `worker` of `mesh` runs in place of `stages`, and its shards of their parameters.
 
-    ModelError where a parameter that several stages use is split in two ways.
+    Ranks sum through `communicator`. ModelError where stages that use one parameter split it differently.
     """
     tensor, plan = job.tp_size(mesh), job.resources.tensor_plan
     group = TensorGroup(worker % tensor, tensor, communicator)
     splits: dict[str, Split | None] = {}
-    found: dict[int, StageModule] = {}
+    own_stages: dict[int, StageModule] = {}
     for index, stage in stages.items():
         shared = tensor_stage(stage, plan, group)
         for name in stage.original_names.values():
@@ -165,10 +165,10 @@ def tensor_parallel_stages(
                     f"parameter {name!r} has several users: one wants {_describe_split(splits[name])} and another "
                     f"{_describe_split(split)}; give their modules one style in resources.tensor_plan, vocab or replicate"
                 )
-        found[index] = shared.module
+        own_stages[index] = shared.module
     return TensorParallelShards(
         group, {name: split for name, split in splits.items() if split is not None}
-    ), found
+    ), own_stages
 
 
 def _same_split(one: Split | None, other: Split | None) -> bool:

@@ -23,12 +23,12 @@ from worker.parallel.tensor.rewrite import GatherCost, Rewriter
 from worker.parallel.tensor.rules import RULES
 
 _MAX_TRIED_WORKERS = 64
-"""Larger groups are not tried as a way out."""
+"""The largest group that is tried for an error message."""
 
 
 @dataclass(frozen=True)
 class TensorStage:
-    """The stage, the splits of its parameters by their names in the model, and what is gathered for want of a rule."""
+    """The rewritten stage, the splits of its parameters by original name, and the cost of gathers for want of a rule."""
 
     module: StageModule
     splits: Mapping[str, Split]
@@ -38,9 +38,8 @@ class TensorStage:
 def tensor_stage(stage: StageModule, plan: Mapping[str, str] | None, group: TensorGroup) -> TensorStage:
     """`stage` with its parameters split by `plan` (module-name patterns; None: the built-in ones) over `group`.
 
-    Of what a fused projection consists is found by trying: the parts with which the least must be gathered.
-    Raises LayoutError; where the number of workers does not divide what is to be split, it names those that can share
-    the whole stage.
+    The parts of a fused projection are found by trying: those with which the least must be gathered. LayoutError; where the
+    number of ranks does not divide a split dimension, it names the numbers that can split the whole stage.
     """
     values = _fake_values_of(stage)
     try:
@@ -57,7 +56,7 @@ def tensor_stage(stage: StageModule, plan: Mapping[str, str] | None, group: Tens
 def _can_split(
     stage: StageModule, plan: Mapping[str, str] | None, workers: int, values: Mapping[fx.Node, Any]
 ) -> bool:
-    """Whether so many workers can share the stage: what divides the heads of one layer need not divide another's."""
+    """True where `workers` ranks can split the stage: what divides the heads of one layer need not divide another's."""
     try:
         _split_stage(stage, plan, TensorGroup(0, workers), values)
     except LayoutError:
@@ -101,7 +100,7 @@ def _split_stage(
 
 
 def split_stage_as(stage: StageModule, splits: Mapping[str, Split], group: TensorGroup) -> StageModule:
-    """`stage` with the parameters `splits` (by their names in the model) split as another graph of the model has them."""
+    """`stage` with the parameters in `splits` (by original name) split as in another graph of the model."""
     names = {name: local.removeprefix("body.") for local, name in stage.original_names.items()}
     own = {names[name]: split for name, split in splits.items() if name in names}
     return (
@@ -112,7 +111,7 @@ def split_stage_as(stage: StageModule, splits: Mapping[str, Split], group: Tenso
 
 
 def _with_body(body: fx.GraphModule, stage: StageModule) -> StageModule:
-    """`stage` with another graph, which has the parameters and buffers of its own by the same names."""
+    """`stage` with another graph that has parameters and buffers by the same names."""
     for local, _ in list(body.named_buffers()):
         if f"body.{local}" not in stage.original_names:
             body.register_buffer(local, body.get_buffer(local), persistent=False)

@@ -204,7 +204,7 @@ def check_order(engine, finished_before):
             first = [v for v in users if program[v].op in (("F",) if forward else ("B", "I"))]
             for user in first:
                 assert index in finished_before[user], f"{program[user]} may start before {i} ends"
-            buffer = engine._buffers.of[index]
+            buffer = engine._buffers.buffer_of[index]
             for earlier in users_of_buffer.get(buffer, ()):
                 assert earlier in finished_before[index], f"{i} may overwrite what {program[earlier]} needs"
             users_of_buffer[buffer] = users
