@@ -11,10 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from worker.contract.buckets import Gradient, group_into_buckets
+from worker.contract.codec import from_json, to_json
 from worker.contract.profile import PROFILE_FORMAT, CutError, LayerProfile, slowest_profile
 
 # worker/tasks/profile.py reads its request from this variable of the environment, and answers in a line with this mark.
@@ -126,9 +127,6 @@ def global_shape(shape: Shape, dimension: int | None, workers: int) -> Shape:
     return (*shape[:dimension], shape[dimension] * workers, *shape[dimension + 1 :])
 
 
-_LINEAR_COST_FIELDS = ("reduce", "step", "norm", "scatter", "gather", "sums", "agree")
-
-
 @dataclass(frozen=True, slots=True)
 class LinearCost:
     """Seconds of something that is done with trained parameters: `fixed_s`, and more for each tensor and byte."""
@@ -233,25 +231,19 @@ class UpdateCosts:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `from_json` is its inverse."""
-        found = {"reduce": asdict(self.reduce), "step": asdict(self.step)}
+        names = ["reduce", "step"]
         if self.sums != LinearCost():
-            found |= {"norm": asdict(self.norm), "alone": list(self.alone), "sums": asdict(self.sums)}
+            names += ["norm", "alone", "sums"]
         if self.tensor:
-            found |= {"agree": asdict(self.agree), "tensor": dict(self.tensor)}
+            names += ["agree", "tensor"]
         if self.shared:
-            found |= {
-                "scatter": asdict(self.scatter),
-                "gather": asdict(self.gather),
-                "shared": dict(self.shared),
-            }
-        return found
+            names += ["scatter", "gather", "shared"]
+        return {name: to_json(getattr(self, name)) for name in names}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> UpdateCosts:
         """Inverse of `to_json`; what is missing costs nothing."""
-        costs = {name: LinearCost(**data[name]) for name in _LINEAR_COST_FIELDS if data.get(name)}
-        named = {name: dict(data.get(name) or {}) for name in ("shared", "tensor")}
-        return cls(**costs, alone=tuple(data.get("alone") or ()), **named)
+        return from_json(cls, {name: value for name, value in data.items() if value}, ignore_unknown=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,10 @@ plan. Plain data that travels as JSON. Light: no torch at import.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
+from worker.contract.codec import from_json, to_json
 from worker.contract.profile import LayerProfile
 
 
@@ -68,15 +69,12 @@ class ModelSignature:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `from_json` is its inverse."""
-        return asdict(self)
+        return to_json(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ModelSignature:
         """Inverse of `to_json`."""
-        return cls(
-            tuple(LayerSignature(**layer) for layer in data["layers"]),
-            tuple(EdgeSignature(**edge) for edge in data["edges"]),
-        )
+        return from_json(cls, data, ignore_unknown=True)
 
     def _describe_edge(self, edge: EdgeSignature) -> str:
         ends = f"{self.layers[edge.source].name} to {self.layers[edge.target].name}"

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from worker.contract.codec import from_json
 from worker.contract.costs import MeshUpdate
 from worker.contract.model_signature import ModelSignature
 from worker.contract.resharding import ReshardingPlan
@@ -78,7 +79,7 @@ def parse_planned_job(answer: Mapping[str, Any]) -> PlannedJob:
         stage_starts=tuple(answer["begins"]),
         spec=answer["spec"],
         plan=answer["plan"],
-        update=tuple(MeshUpdate(**one) for one in answer.get("update") or ()),
+        update=tuple(from_json(MeshUpdate, one) for one in answer.get("update") or ()),
         slowdown=answer.get("slowdown", 1.0),
         update_s=answer.get("update_s"),
         reshardings=parse_reshardings(answer),

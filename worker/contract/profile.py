@@ -10,8 +10,10 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from worker.contract.codec import OMIT_EMPTY, from_json, to_json
 
 
 class ModelError(ValueError):
@@ -105,7 +107,7 @@ class LayerCost:
     cast_bytes: int = 0
     flops: int | None = None
     sums: tuple[tuple[str, str, int, int], ...] = ()
-    norm_sums: tuple[tuple[str, int, int], ...] = ()
+    norm_sums: tuple[tuple[str, int, int], ...] = field(default=(), metadata=OMIT_EMPTY)
 
     def with_tensor_parallel_sums(self, between: CollectiveCost) -> LayerCost:
         """The same with `sums` made part of its times, each as long as measured between these workers."""
@@ -203,8 +205,8 @@ class LayerProfile:
     updated_buffers: frozenset[str] = frozenset()
     checkpointed: frozenset[str] = frozenset()
     activation_factor: float = 1.0
-    compiled: frozenset[str] = frozenset()
-    split_parameters: frozenset[str] = frozenset()
+    compiled: frozenset[str] = field(default=frozenset(), metadata=OMIT_EMPTY)
+    split_parameters: frozenset[str] = field(default=frozenset(), metadata=OMIT_EMPTY)
 
     def static_bytes(self, first: int, end: int, optimizer: OptimizerState) -> int:
         """Bytes that a stage of the layers first..end-1 always holds: parameters, those of their gradients,
@@ -251,53 +253,17 @@ class LayerProfile:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `from_json` is its inverse."""
-        out = asdict(self)
-        out["layers"] = [
-            {**layer, "parameters": list(layer["parameters"]), "buffers": list(layer["buffers"])}
-            for layer in out["layers"]
-        ]
-        for layer in out["layers"]:
-            if not layer["norm_sums"]:
-                del layer["norm_sums"]
-        sets = ("updated_buffers", "checkpointed", "compiled", "split_parameters")
-        out |= {name: sorted(out[name]) for name in sets}
-        for name in ("compiled", "split_parameters"):
-            if not out[name]:
-                del out[name]  # which a control plane of before it need not know
-        return {**out, "edges": list(out["edges"]), "frozen_parameters": list(self.frozen_parameters)}
+        return to_json(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> LayerProfile:
         """Inverse of `to_json`; raises ValueError naming a missing or unknown field."""
-        top = _check_fields(cls, data)
-        layers = [_check_fields(LayerCost, item) for item in top["layers"]]
+        profile = from_json(cls, data)
         for field_name, sizes in (("parameters", "parameter_sizes"), ("buffers", "buffer_sizes")):
-            known = top.get(sizes, {})
-            if lost := sorted({n for layer in layers for n in layer.get(field_name, ())} - set(known)):
+            used = {name for layer in profile.layers for name in getattr(layer, field_name)}
+            if lost := sorted(used - set(getattr(profile, sizes))):
                 raise ValueError(f"LayerProfile's {sizes} lack {', '.join(lost)}, which its layers use")
-        return cls(
-            **{
-                **top,
-                "layers": tuple(
-                    LayerCost(
-                        **{
-                            **layer,
-                            "parameters": tuple(layer.get("parameters", ())),
-                            "buffers": tuple(layer.get("buffers", ())),
-                            "sums": tuple(tuple(one) for one in layer.get("sums", ())),
-                            "norm_sums": tuple(tuple(one) for one in layer.get("norm_sums", ())),
-                        }
-                    )
-                    for layer in layers
-                ),
-                "frozen_parameters": tuple(top.get("frozen_parameters", ())),
-                "updated_buffers": frozenset(top.get("updated_buffers", ())),
-                "checkpointed": frozenset(top.get("checkpointed", ())),
-                "compiled": frozenset(top.get("compiled", ())),
-                "split_parameters": frozenset(top.get("split_parameters", ())),
-                "edges": tuple(_parse_edge(_check_fields(LayerEdge, item)) for item in top["edges"]),
-            }
-        )
+        return profile
 
 
 def mean_profile(profiles: Sequence[LayerProfile]) -> LayerProfile:
@@ -380,20 +346,3 @@ def _find_layer(layers: Sequence[str], name: str) -> int:
             return index
     near = difflib.get_close_matches(name, layers, n=3) or list(layers[:8])
     raise CutError(f"cut name {name!r} is no module that may begin a stage: did you mean {', '.join(near)}?")
-
-
-def _parse_edge(data: Mapping[str, Any]) -> LayerEdge:
-    shape = data.get("shape")
-    return LayerEdge(**{**data, "shape": None if shape is None else tuple(shape)})
-
-
-def _check_fields(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    known = {one.name for one in fields(cls)}
-    if unknown := sorted(set(data) - known):
-        raise ValueError(
-            f"{cls.__name__} has unknown fields {', '.join(unknown)}; known: {', '.join(sorted(known))}"
-        )
-    required = {one.name for one in fields(cls) if one.default is MISSING and one.default_factory is MISSING}
-    if missing := sorted(required - set(data)):
-        raise ValueError(f"{cls.__name__} lacks {', '.join(missing)}")
-    return dict(data)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
+
+from worker.contract.codec import from_json, to_json
 
 
 def task_result(output: str, mark: str) -> dict[str, Any] | None:
@@ -59,17 +61,12 @@ class RemovalResult:
 
 def removal_requests_json(requests: Sequence[RemovalRequest]) -> str:
     """For the variable of the environment."""
-    return json.dumps([asdict(one) for one in requests])
+    return json.dumps(to_json(requests))
 
 
 def removal_requests_from_json(text: str) -> list[RemovalRequest]:
     """Inverse of `removal_requests_json`."""
-    return [
-        RemovalRequest(
-            one["uri"], one["job"], None if one["folders"] is None else tuple(one["folders"]), one["in_use"]
-        )
-        for one in json.loads(text)
-    ]
+    return [from_json(RemovalRequest, request, ignore_unknown=True) for request in json.loads(text)]
 
 
 def read_removal_results(output: str) -> list[RemovalResult] | None:
@@ -81,8 +78,8 @@ def read_removal_results(output: str) -> list[RemovalResult] | None:
 
 
 def removal_result_from_json(data: Mapping[str, Any]) -> RemovalResult:
-    """A Removed from its JSON."""
-    return RemovalResult(**{**data, "removed": tuple(data["removed"]), "left": tuple(data["left"])})
+    """A RemovalResult from its JSON object."""
+    return from_json(RemovalResult, data)
 
 
 EXPORT_REQUEST_VARIABLE = "SLOTLINE_EXPORT"
@@ -110,12 +107,12 @@ class ExportRequest:
 
     def to_json(self) -> str:
         """For the variable of the environment; `from_json` is its inverse."""
-        return json.dumps(asdict(self))
+        return json.dumps(to_json(self))
 
     @classmethod
     def from_json(cls, text: str) -> ExportRequest:
         """Inverse of `to_json`."""
-        return cls(**json.loads(text))
+        return from_json(cls, json.loads(text))
 
 
 def read_export_result(output: str) -> Mapping[str, Any] | None:
