@@ -22,6 +22,8 @@ OMIT_EMPTY = {"omit_empty": True}
 
 def to_json(value: Any) -> Any:
     """`value` as json.dumps takes it; `from_json` is its inverse."""
+    if value is None or isinstance(value, str | int | float):  # most values, and plans have thousands
+        return value
     if is_dataclass(value):
         entries = (
             (name, getattr(value, name), omit_empty) for name, omit_empty in _written_fields(type(value))

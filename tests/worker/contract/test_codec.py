@@ -127,7 +127,7 @@ def test_a_reader_ignores_unknown_fields_where_the_writer_may_be_newer():
 
 
 def test_an_unknown_or_missing_field_is_refused_by_name():
-    with pytest.raises(ValueError, match="instruction has unknown fields colour; known: edge, lane, .*wait"):
+    with pytest.raises(ValueError, match=r"instruction has unknown fields colour; known: edge, lane, .*wait"):
         Instruction.from_json({"op": "F", "lane": "compute", "colour": 1})
     with pytest.raises(ValueError, match="LayerSignature has unknown fields colour"):
         ModelSignature.from_json({"layers": [{"name": "a", "parameters": {}, "colour": 1}], "edges": []})
