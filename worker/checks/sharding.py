@@ -228,7 +228,7 @@ def check_tensor_parallel(
 
 
 def _run_unsharded(stage: StageModule, place: StageCheckContext) -> _StageOutcome | None:
-    """What the whole stage makes; None where there is no room for it."""
+    """The outcome of the whole stage; None where it does not fit into memory."""
     try:
         stage = stage.to(place.device)
         reseed_at_random_ops(stage, RandomState(place.seed, place.share, place.device))

@@ -36,7 +36,7 @@ _SEED = 0x51071
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What one forward and backward made; parameters and buffers (`state`) are as the forward left them."""
+    """The results of one forward and backward; parameters and buffers (`state`) are as the forward left them."""
 
     outputs: tuple[Tensor, ...]
     loss: Tensor
@@ -209,7 +209,7 @@ def _run_model(
 def _rerun_differs(
     model: nn.Module, place: _RunContext, outputs: Sequence[Tensor], seed: int | None, tolerance: float
 ) -> bool:
-    """Whether a forward with Python's generators at `seed`, all else as before, makes other outputs."""
+    """True if a forward with Python's RNGs at `seed`, all else as before, makes other outputs."""
     with seeded(_SEED), mark_checkpoint_regions(), place.replayed(model):
         if seed is not None:
             hazards.seed_python_rngs(seed)
@@ -230,7 +230,7 @@ def _rerun_differs(
 
 
 def _differentiable_inputs(builder: StageBuilder) -> set[tuple[int, str]]:
-    """Which stage takes a gradient of which of its inputs."""
+    """The inputs of stages that get a gradient, as (stage, name)."""
     return {(edge.target, edge.tensor) for edge in builder.edges() if edge.differentiable}
 
 
@@ -290,7 +290,7 @@ def _run_stages(
 def _backward_stages(
     stages: Sequence[StageModule], runs: Sequence[ForwardResult], leaves: Sequence[Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Of every parameter, by original name, summed over the stages that use it."""
+    """The gradient of every parameter, by original name, summed over the stages that use it."""
     found: dict[str, Tensor] = {}
     arrived: dict[str, Tensor] = {}
     for stage, run, own in zip(reversed(stages), reversed(runs), reversed(leaves), strict=True):

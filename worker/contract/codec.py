@@ -74,7 +74,7 @@ def _read_fields(cls: type) -> tuple[frozenset[str], frozenset[str], Mapping[str
 
 
 def _decoder(declared: Any) -> Decoder | None:
-    """What turns a JSON value into the declared type; None where JSON has the value as it is."""
+    """The function from a JSON value to the declared type; None where both are equal."""
     if is_dataclass(declared):
         return lambda data: from_json(declared, data)
     origin, arguments = typing.get_origin(declared), typing.get_args(declared)

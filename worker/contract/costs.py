@@ -24,14 +24,14 @@ PROFILE_RESULT_MARK = "SLOTLINE_COSTS "
 
 
 def layer_outgrows_memory(found: Mapping[int, LayerProfile], count: int, least_bytes: int | None) -> bool:
-    """Whether, by the profiles at hand, one layer would keep more than `least_bytes` with only `count` microbatches."""
+    """True if, by the measured profiles, one layer would exceed `least_bytes` with only `count` microbatches."""
     nearest = min(found)
     largest = max((layer.activation_bytes for layer in found[nearest].layers), default=0)
     return least_bytes is not None and largest * nearest / count > least_bytes
 
 
 def min_memory_bytes(memory: Mapping[str, Any]) -> int | None:
-    """What the mesh with the least memory may hold, of a request's `memory`; None where nothing tells."""
+    """The memory limit of the mesh with the least memory, in a request's `memory`; None where it is unknown."""
     return min((one["memory_bytes"] for one in memory["memory"]), default=None)
 
 
@@ -67,7 +67,7 @@ def mesh_profiles_json(
 
 
 def mesh_profile_json(microbatches: int, kind: tuple[int, int], profile: LayerProfile) -> dict[str, Any]:
-    """A profile of meshes of a kind: so many workers, so many of which share matrices."""
+    """The JSON of a profile of meshes of one kind: (workers, tensor-parallel size)."""
     workers, tensor = kind
     shares = {"tensor": tensor} if tensor > 1 else {}
     return {"microbatches": microbatches, "workers": workers, **shares, "profile": profile.to_json()}
@@ -121,7 +121,7 @@ def batch_dimension(
 
 
 def global_shape(shape: Shape, dimension: int | None, workers: int) -> Shape:
-    """The shape of the whole tensor of which each of so many workers has `shape`."""
+    """The shape of the whole tensor, of which each of `workers` ranks has `shape`."""
     if dimension is None:
         return shape
     return (*shape[:dimension], shape[dimension] * workers, *shape[dimension + 1 :])
@@ -136,11 +136,11 @@ class LinearCost:
     per_byte_s: float = 0.0
 
     def seconds(self, tensors: int, size_bytes: int) -> float:
-        """How long it takes for so many tensors of so many bytes in all."""
+        """Seconds for `tensors` tensors of `size_bytes` bytes in all."""
         return self.fixed_s + self.per_tensor_s * tensors + self.per_byte_s * size_bytes
 
     def per_shard(self, parts: int) -> LinearCost:
-        """With one of so many parts of every tensor."""
+        """The cost with one of `parts` equal parts of every tensor."""
         return replace(self, per_byte_s=self.per_byte_s / parts)
 
 
@@ -196,13 +196,13 @@ class UpdateCosts:
         return replace(self, scatter=scattered, gather=gathered, shared=dict(shared))
 
     def collective_cost(self, mesh: str) -> LinearCost | None:
-        """What a sum over the workers of `mesh` takes; None where nothing is summed, or nobody measured it alone."""
+        """The cost of a sum over the workers of `mesh`; None where nothing is summed, or the sum was not measured."""
         if mesh in self.alone or self.sums == LinearCost():
             return None
         return self.scatter if mesh in self.shared else self.sums
 
     def local_reduce_cost(self, mesh: str) -> LinearCost:
-        """What a worker of `mesh` does of REDUCE by itself; with the sums where nobody measured them alone."""
+        """The local part of REDUCE on a worker of `mesh`, sums included where they were not measured alone."""
         whole = self.reduce if self.sums == LinearCost() and mesh not in self.alone else self.norm
         return whole.per_shard(self.shared.get(mesh, 1))
 

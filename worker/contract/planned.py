@@ -42,7 +42,7 @@ class PlannedJob:
 
     @property
     def provenance(self) -> str:
-        """What to tell of where it comes from."""
+        """The origin of the plan, for people; empty where it was made for this job."""
         return "" if self.saved_plan is None else f" as the plan {self.saved_plan!r} has it"
 
     @property
@@ -121,7 +121,7 @@ def planned_seconds(
 
 
 def planned_starts(plan: Mapping[str, Any], stage_names: Sequence[str]) -> dict[str, list[float | None]]:
-    """When every instruction of every mesh's program starts by the plan (None for REDUCE and STEP)."""
+    """The planned start of every instruction of every mesh's program; None for REDUCE and STEP."""
     slots = _slots_of_instructions(plan, stage_names)
     return {mesh: [None if s is None else s["start_s"] for s in found] for mesh, found in slots.items()}
 
@@ -157,7 +157,7 @@ MAX_TOTAL_CORRECTION = 8.0
 
 
 def static_bytes_by_mesh(spec: Mapping[str, Any]) -> dict[str, int]:
-    """What the stages of every mesh always hold, by the JSON of a PipelineSpec."""
+    """The bytes that the stages of each mesh always hold, by the JSON of a PipelineSpec."""
     total = {mesh["name"]: 0 for mesh in spec["meshes"]}
     for stage in spec["stages"]:
         total[stage["mesh"]] += stage.get("static_bytes", 0)

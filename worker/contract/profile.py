@@ -110,11 +110,11 @@ class LayerCost:
     norm_sums: tuple[tuple[str, int, int], ...] = field(default=(), metadata=OMIT_EMPTY)
 
     def with_tensor_parallel_sums(self, between: CollectiveCost) -> LayerCost:
-        """The same with `sums` made part of its times, each as long as measured between these workers."""
+        """The cost with `sums` made part of its times, each as long as measured between these ranks."""
         return replace(self._with_collectives(self.sums, between), sums=())
 
     def with_sync_batch_norm_sums(self, between: CollectiveCost) -> LayerCost:
-        """The same with `norm_sums` made part of its times."""
+        """The cost with `norm_sums` made part of its times."""
         sums = [(name, "reduce", count, size) for name, count, size in self.norm_sums]
         return replace(self._with_collectives(sums, between), norm_sums=())
 
@@ -130,7 +130,7 @@ class LayerCost:
 
     @property
     def whole_backward_s(self) -> float:
-        """How long a backward in one piece takes."""
+        """Seconds of a backward in one piece."""
         split_s = self.backward_input_s + self.backward_weight_s
         return split_s if self.backward_s is None else self.backward_s
 
@@ -163,19 +163,19 @@ class LayerEdge:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """What an optimizer keeps of trained parameters: so many bytes for each of their bytes, and for each tensor."""
+    """The state that an optimizer keeps of trained parameters: bytes for each of their bytes, and for each tensor."""
 
     bytes_per_parameter_byte: float = 0.0
     bytes_per_tensor: int = 0
 
     def on(self, mesh: str) -> OptimizerState:
-        """What one worker of `mesh` keeps."""
+        """The state that one worker of `mesh` keeps."""
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class Zero1OptimizerState(OptimizerState):
-    """That of an optimizer whose state some meshes share among so many `workers`: each keeps its part."""
+    """The state of an optimizer that some meshes shard (ZeRO-1) over `workers` ranks each."""
 
     workers: Mapping[str, int] = field(default_factory=dict)
 
@@ -228,7 +228,7 @@ class LayerProfile:
         )
 
     def corrected(self) -> LayerProfile:
-        """The same with `activation_factor` made part of the layers' bytes."""
+        """The profile with `activation_factor` made part of the layers' bytes."""
 
         def more(size: int) -> int:
             return math.ceil(size * self.activation_factor)
@@ -244,11 +244,11 @@ class LayerProfile:
         return replace(self, layers=tuple(layers), activation_factor=1.0)
 
     def with_tensor_parallel_sums(self, between: CollectiveCost) -> LayerProfile:
-        """The same with what workers that share matrices sum made part of the layers' times."""
+        """The profile with tensor-parallel sums made part of the layers' times."""
         return replace(self, layers=tuple(layer.with_tensor_parallel_sums(between) for layer in self.layers))
 
     def with_sync_batch_norm_sums(self, between: CollectiveCost) -> LayerProfile:
-        """The same with what batch norms sum over the workers of a mesh made part of the layers' times."""
+        """The profile with the sums of synchronized batch norms made part of the layers' times."""
         return replace(self, layers=tuple(layer.with_sync_batch_norm_sums(between) for layer in self.layers))
 
     def to_json(self) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class MeasuredSlot:
     end_s: float
 
     def at(self, start_s: float, end_s: float) -> MeasuredSlot:
-        """The same at other times (dataclasses.replace takes four times as long, and steps have thousands)."""
+        """The slot at other times (dataclasses.replace takes four times as long, and steps have thousands)."""
         return MeasuredSlot(
             self.lane,
             self.action,

@@ -70,7 +70,7 @@ def removal_requests_from_json(text: str) -> list[RemovalRequest]:
 
 
 def read_removal_results(output: str) -> list[RemovalResult] | None:
-    """What was deleted, one for each request; None where the process has not come to its end."""
+    """The results of a removal, one for each request; None where the process has not come to its end."""
     answer = task_result(output, REMOVAL_RESULT_MARK)
     if answer is None:
         return None
