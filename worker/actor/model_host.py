@@ -28,7 +28,7 @@ from worker.checks.sharding import SamplesByRank, check_batch_sharding
 from worker.checks.trace import check_trace, trace_check_bytes
 from worker.contract.failures import as_failure, attributed_to, is_out_of_memory
 from worker.contract.job import FP16, Job
-from worker.contract.model_signature import ModelSignature
+from worker.contract.planned import ModelSignature
 from worker.contract.profile import ModelError
 from worker.contract.reasons import Reason
 from worker.engine.results import autocast_dtype
@@ -44,6 +44,7 @@ from worker.model.export import TracedModel, tensor_aliases, trace
 from worker.model.factory import build_model, check_patterns_match, pattern_matches
 from worker.model.hazards import check_trainable
 from worker.model.interface import ModelInterface, adapt_model
+from worker.model.parity import tolerance_for
 from worker.model.pytree import Target, TreeSpec
 from worker.model.serialization import (
     ParameterValues,
@@ -53,7 +54,6 @@ from worker.model.serialization import (
     serialize_models,
 )
 from worker.model.stages import StageGraph, StageModule
-from worker.model.parity import tolerance_for
 from worker.parallel.sync_batch_norm import batch_norm_notes
 from worker.parallel.tensor.shards import check_tensor_plan_of
 

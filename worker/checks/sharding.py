@@ -181,8 +181,11 @@ _TENSOR_PARALLEL_SEED = 0x5A12ED
 
 @dataclass(frozen=True)
 class StageCheckContext:
-    """Where stages run, and how: `worker` is its name for people, `seed` and `share` (its number among those with other
-    samples) what its engine's random numbers follow from, and `sample` the model's inputs."""
+    """The device, precision and inputs with which stages are compared.
+
+    `worker` names the rank in messages, `seed` and `share` (its data-parallel rank) seed its random numbers as its
+    engine does, and `sample` has the model's inputs.
+    """
 
     worker: str
     device: torch.device

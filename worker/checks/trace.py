@@ -45,8 +45,9 @@ class _Outcome:
 
 
 def trace_check_bytes(model: nn.Module, traced: TracedModel, device: str) -> int:
-    """What `check_trace` takes at most, beside the model where it is: copies of all parameters, two sets of
-    gradients, and every value of the graph."""
+    """The bytes that `check_trace` takes at most, beside the model where it is: copies of all parameters, two sets
+    of gradients, and every value of the graph.
+    """
     parameters = sum(p.nbytes for p in model.parameters())
     values = [value for value in traced.placed.values.values() if isinstance(value, Tensor)]
     copies = 3 if device == "cpu" else 4
@@ -119,8 +120,10 @@ def check_trace(
 
 @dataclass(frozen=True)
 class _RunContext:
-    """Where both run, on what, and the random calls of both: each begins by its name, since stages make them in the
-    order of layers, and a model in that of its lines."""
+    """The device, inputs and random calls of both runs.
+
+    Each call draws by its name, since stages make them in the order of layers, and a model in that of its lines.
+    """
 
     device: torch.device
     inputs: tuple[Tensor, ...]
@@ -162,8 +165,9 @@ def _model_on_device(model: nn.Module, device: str) -> Iterator[BufferSnapshot]:
 def _run_model(
     model: nn.Module, loss: Loss, place: _RunContext, outputs: Sequence[int]
 ) -> tuple[_Outcome, hazards.ForwardSideEffects, list[str]]:
-    """What the model makes (these `outputs`), what its forward moved, and the autograd functions of a user's own that it
-    called."""
+    """The outcome of the model itself at `outputs`, the side effects of its forward, and the names of custom autograd
+    functions that it called.
+    """
     found: list[hazards.ForwardSideEffects] = []
     with (
         seeded(_SEED),
@@ -241,8 +245,10 @@ def _run_stages(
     place: _RunContext,
     untouched: Mapping[str, Tensor],
 ) -> _Outcome:
-    """What the stages make: tensors are detached at borders, gradients are summed over users. `untouched` are the
-    buffers of the model, of which the stages may have left out some."""
+    """The outcome of the stages: tensors are detached at borders, gradients are summed over users.
+
+    `untouched` are the buffers of the model, of which the stages may have left out some.
+    """
     values: dict[str, Tensor] = {input_name(k): value.clone() for k, value in enumerate(place.inputs)}
     leaves: list[dict[str, Tensor]] = []
     runs: list[ForwardResult] = []

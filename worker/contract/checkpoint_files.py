@@ -33,8 +33,10 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class SaveSeconds:
-    """How long a save took: training stood still for `blocking`, and the slowest worker's `writing`, which may have
-    gone on beside training."""
+    """The seconds of a save: training stood still for `blocking`; `writing` is the slowest worker's.
+
+    Asynchronous writing goes on beside training.
+    """
 
     blocking: float
     writing: float
@@ -144,8 +146,11 @@ def _parse_step(folder: str) -> int | None:
 
 
 def read_manifest(files: AbstractFileSystem, folder: str, uri: str) -> dict[str, Any]:
-    """What the manifest says; CheckpointError where there is none, or none that can be read, or one of another step
-    than its folder's."""
+    """The manifest of a checkpoint.
+
+    Raises CheckpointError where there is none, where it cannot be read, or where it is of another step than its
+    folder.
+    """
     try:
         manifest = json.loads(files.cat_file(f"{folder}/{MANIFEST}"))
     except (FileNotFoundError, NotADirectoryError):

@@ -74,7 +74,7 @@ def mesh_profile_json(microbatches: int, kind: tuple[int, int], profile: LayerPr
 
 
 def costs_digest(spec: Mapping[str, Any]) -> str:
-    """The same for two jobs (JSON of JobSpecs) whose layers, links and memory cost the same where they run.
+    """A digest that is equal for jobs (JSON of JobSpecs) whose layers, links and memory cost the same.
 
     What only planning and the steps read (stages, cut, schedule, microbatches, steps, seed) makes no difference.
     """
@@ -169,15 +169,17 @@ class UpdateCosts:
     tensor: Mapping[str, int] = field(default_factory=dict)
 
     def with_tensor_parallel(self, tensor: Mapping[str, int], between: tuple[float, float]) -> UpdateCosts:
-        """The same where so many workers of the meshes `tensor` share matrices; latency and bandwidth of an all-reduce
-        between them, as measured there."""
+        """The costs where the meshes `tensor` have tensor-parallel groups of these sizes.
+
+        `between` is latency (s) and bandwidth (bytes/s) of an all-reduce in such a group, as measured there.
+        """
         latency_s, speed = between
         return replace(self, agree=LinearCost(latency_s, 0.0, 1.0 / speed), tensor=dict(tensor))
 
     def tensor_parallel_sum_s(self, mesh: str, whole: Sequence[int]) -> float:
-        """What the workers of `mesh` that share matrices sum of gradients of so many bytes, which each of them has whole: a
-        bucket's bytes at a time, and the norm (TensorShare.agree). Where they share the optimizer's state too each has
-        its part."""
+        """Seconds in which a tensor-parallel group of `mesh` sums gradients of the bytes `whole`, which each rank has
+        whole: one bucket at a time, and the norm. Under ZeRO-1 each rank has its part of them.
+        """
         if mesh not in self.tensor:
             return 0.0
         parts = self.shared.get(mesh, 1)
@@ -188,8 +190,11 @@ class UpdateCosts:
     def with_zero1(
         self, shared: Mapping[str, int], scatter: tuple[float, float], gather: tuple[float, float]
     ) -> UpdateCosts:
-        """The same where so many workers of the meshes `shared` share the optimizer's state; latency and bandwidth of a
-        reduce-scatter and of an all-gather, by the bytes of whole parameters, as measured there."""
+        """The costs where the meshes `shared` shard the optimizer's state over these numbers of ranks (ZeRO-1).
+
+        `scatter` and `gather` are latency (s) and bandwidth (bytes of whole parameters/s) of a reduce-scatter and an
+        all-gather, as measured there.
+        """
         scattered, gathered = (
             LinearCost(latency_s, 0.0, 1.0 / speed) for latency_s, speed in (scatter, gather)
         )
@@ -220,7 +225,9 @@ class UpdateCosts:
     def with_all_reduce(
         self, latency_s: float, bandwidth_bytes_per_s: float, alone: tuple[str, ...] = ()
     ) -> UpdateCosts:
-        """The same with gradients that are summed over the workers of a mesh, as measured there; not in those `alone`."""
+        """The costs with gradients summed over the workers of a mesh by a measured all-reduce; not in the meshes
+        `alone`, which have one worker.
+        """
         whole = LinearCost(
             self.reduce.fixed_s + latency_s,
             self.reduce.per_tensor_s,

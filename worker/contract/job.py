@@ -180,9 +180,11 @@ class Resources:
 
 @dataclass(frozen=True)
 class CheckpointPolicy:
-    """Where checkpoints go, how often, and how many of them stay: the newest `keep`, and those of every `keep_every`-th
-    step (a multiple of `every_steps`); `asynchronous`: they are written beside training,
-    where a copy of the state fits."""
+    """The place, frequency and retention of checkpoints.
+
+    The newest `keep` stay, and those of every `keep_every`-th step (a multiple of `every_steps`). `asynchronous`: they
+    are written beside training, where a copy of the state fits.
+    """
 
     uri: str
     every_steps: int = 50
@@ -193,7 +195,7 @@ class CheckpointPolicy:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """On what data and how often a job is evaluated: every so many steps, and before the first with `at_start`.
+    """The data and frequency of evaluation: every `every_steps` steps, and before the first with `at_start`.
 
     `steps` batches of training.global_batch samples, null for all of the data; `keep_best` and `patience` go by
     `metric`, of which `mode` (min, max) says what is better: null is min, which only the loss may leave open.
@@ -280,8 +282,7 @@ class Job:
 
     @property
     def max_dp_size(self) -> int:
-        """Among how many workers of a mesh, at most, a microbatch is dealt: those that share matrices have the same
-        samples."""
+        """The largest data-parallel size of a mesh; ranks of one tensor-parallel group have the same samples."""
         return max(self.dp_sizes)
 
     @classmethod

@@ -38,8 +38,10 @@ LatencyBandwidth = tuple[float, float]
 
 @dataclass(frozen=True)
 class CollectiveCost:
-    """Of an all-reduce; and of a reduce-scatter and an all-gather, each of which moves half as much, where they were
-    measured."""
+    """The cost of an all-reduce; and of a reduce-scatter and an all-gather, where they were measured.
+
+    Each of these moves half as much as an all-reduce.
+    """
 
     reduce: LatencyBandwidth
     scatter: LatencyBandwidth | None = None
@@ -53,8 +55,9 @@ class CollectiveCost:
 
 @dataclass(frozen=True)
 class MeshCollectiveCosts:
-    """Of one mesh: `data` between workers that have other samples, `tensor` between those that share matrices; None where
-    there are no two."""
+    """The collective costs of one mesh, of its data-parallel (`data`) and tensor-parallel (`tensor`) groups; None
+    for a group of one rank.
+    """
 
     data: CollectiveCost | None = None
     tensor: CollectiveCost | None = None
@@ -288,7 +291,7 @@ def mean_profile(profiles: Sequence[LayerProfile]) -> LayerProfile:
 
 
 def slowest_profile(profiles: Sequence[LayerProfile]) -> LayerProfile:
-    """Of one model's profiles on several kinds of accelerators the one whose layers take longest in sum.
+    """The profile whose layers take longest in sum, of one model's profiles on several kinds of accelerators.
 
     Stages are cut before it is known which kind runs which: a plan with these times is late nowhere. The
     largest correction of activations goes with it. Raises ValueError when the layers differ.

@@ -48,8 +48,11 @@ class RemovalRequest:
 
 @dataclass(frozen=True)
 class RemovalResult:
-    """The folders that are gone now and were there before, those that stay and why, the steps of the whole checkpoints
-    that are left, and bytes: how many were freed, and how many all checkpoints still hold."""
+    """The outcome of a removal.
+
+    `removed` are folders that were deleted, `refused` folders that stay, with the reason; `left` the steps of whole
+    checkpoints that remain. `freed_bytes` were freed, and all checkpoints still hold `left_bytes`.
+    """
 
     removed: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -116,9 +119,9 @@ class ExportRequest:
 
 
 def read_export_result(output: str) -> Mapping[str, Any] | None:
-    """What an export found, in its output: JSON of an Exported; None where it has not come to its end.
+    """The JSON of an ExportResult in the output of an export; None where the process has not come to its end.
 
-    Raises ExportFailedError with what it says of its failure.
+    Raises ExportFailedError with the export's own message where it failed.
     """
     answer = task_result(output, EXPORT_RESULT_MARK)
     if answer is not None and "failed" in answer:

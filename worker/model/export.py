@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
 from torch.fx.traceback import annotate, preserve_node_meta
 
-from worker.contract.model_signature import EdgeSignature, LayerSignature, ModelSignature
+from worker.contract.planned import EdgeSignature, LayerSignature, ModelSignature
 from worker.contract.profile import CutError, TraceError, resolve_stage_starts
 from worker.model.autocast import cuda_autocast
 from worker.model.hf_patches import AssumeFinite, patch_autograd_functions, skip_noop_conversions

@@ -8,7 +8,7 @@ import pytest
 
 from worker.contract.codec import from_json, to_json
 from worker.contract.costs import LinearCost, MeshUpdate, UpdateCosts
-from worker.contract.model_signature import ModelSignature
+from worker.contract.planned import ModelSignature
 from worker.contract.profile import LayerCost, LayerEdge, LayerProfile
 from worker.contract.program import Instruction
 from worker.contract.tasks import (
