@@ -52,7 +52,7 @@ from worker.contract import failures
 from worker.contract.costs import UpdateCosts
 from worker.contract.failures import AttemptFailure, OutOfMemoryFailure, as_failure, attributed_to
 from worker.contract.job import Job, microbatch_counts
-from worker.contract.model_signature import ModelSignature
+from worker.contract.planned import ModelSignature
 from worker.contract.profile import MeshCollectiveCosts, OptimizerState
 from worker.contract.reasons import Reason
 from worker.engine.compile import StageCompiler, compile_stages
@@ -354,7 +354,7 @@ class Worker:
         return Fingerprint(checksums(self._tensors_by_shard(), names, cuts), self._batches.checksums())
 
     def _tensors_by_shard(self) -> dict[ShardSpec, torch.Tensor]:
-        shard_spec = ShardSpec if self._tensor_shards is None else self._tensor_shards.held
+        shard_spec = ShardSpec if self._tensor_shards is None else self._tensor_shards.shard_spec
         return {shard_spec(name): tensor for name, tensor in named_tensors(self._stages).items()}
 
     def snapshot_memory(self, sharing: int) -> SnapshotMemory:
