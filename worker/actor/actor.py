@@ -52,7 +52,7 @@ from worker.contract import failures
 from worker.contract.costs import UpdateCosts
 from worker.contract.failures import AttemptFailure, OutOfMemoryFailure, as_failure, attributed_to
 from worker.contract.job import Job, microbatch_counts
-from worker.contract.model_signature import ModelSignature
+from worker.contract.planned import ModelSignature
 from worker.contract.profile import MeshCollectiveCosts, OptimizerState
 from worker.contract.reasons import Reason
 from worker.engine.compile import StageCompiler, compile_stages
@@ -93,7 +93,7 @@ class Worker:
         self._tensor_shards: TensorParallelShards | None = None
 
     def address(self) -> WorkerAddress:
-        """Take a GPU where the job needs one; returns the place of this worker. RuntimeError when there is none."""
+        """Take this worker's GPU, and return its address. RuntimeError when there is no GPU."""
         import ray
 
         failures.start_breadcrumbs()
@@ -118,11 +118,11 @@ class Worker:
         return time.monotonic()
 
     def prepare(self, workers_per_mesh: int) -> dict[int, str]:
-        """Build the data and the loss; returns the cache key of the profile for each number of microbatches that a plan may
-        choose."""
+        """Build the data and the loss; the cache key of the profile for each number of microbatches that may be
+        chosen."""
         self._workers_per_mesh = workers_per_mesh
         counts = microbatch_counts(self._job)
-        tensor = self._job.tp_size(self._mesh)  # ranks of a tp group have the same samples
+        tensor = self._job.tp_size(self._mesh)  # tensor-parallel ranks have the same samples
         self._data_workers = workers_per_mesh // tensor
         data = {"worker": self._worker // tensor, "workers_per_mesh": self._data_workers}
         self._batches = Batches(self._job, **data, microbatches=counts[-1])
@@ -220,17 +220,19 @@ class Worker:
         """The signature of the traced model, on the worker that traced; not `whole`: without its parameters."""
         return self._model.traced(self._batches.sample[0]).signature(whole=whole)
 
-    def check_batch_sharding(self, begins: Sequence[str], workers_of_stage: Sequence[int]) -> None:
+    def check_batch_sharding(self, stage_starts: Sequence[str], workers_of_stage: Sequence[int]) -> None:
         """Refuse a cut between heterogeneous meshes whose batch-sharded tensors would not arrive as they were sent."""
-        self._model.check_batch_sharding(self._data_workers, self._batches.samples, begins, workers_of_stage)
+        self._model.check_batch_sharding(
+            self._data_workers, self._batches.samples, stage_starts, workers_of_stage
+        )
 
-    def evaluation_edges(self, begins: Sequence[str]) -> list[EvaluationEdge]:
+    def evaluation_edges(self, stage_starts: Sequence[str]) -> list[EvaluationEdge]:
         """The tensors between the stages of a cut in eval mode; on the worker that traced."""
-        return self._model.evaluation_edges(self._batches.sample[0], begins, self._data_workers)
+        return self._model.evaluation_edges(self._batches.sample[0], stage_starts, self._data_workers)
 
-    def weights(self, begins: Sequence[str], stages: Sequence[int]) -> ParameterValues:
+    def weights(self, stage_starts: Sequence[str], stages: Sequence[int]) -> ParameterValues:
         """The initial values of the parameters of some stages, for the worker that runs them."""
-        return self._model.weights(self._batches.sample[0], begins, stages)
+        return self._model.weights(self._batches.sample[0], stage_starts, stages)
 
     @attributed_to(Reason.CHECKPOINT_UNWRITABLE)
     def try_checkpoints(self, uri: str) -> None:
@@ -326,10 +328,10 @@ class Worker:
         return compile_stages(self._engine, self._compiler(), inputs, target, self._device, meets=meets)
 
     def check_tensor_parallel(self, whole: Mapping[int, StageModule]) -> None:
-        """Check the tensor-parallel stages where they run, with their collectives, beside stages with `whole` parameters; on
-        all workers of a mesh at the same time."""
+        """Compare the tensor-parallel stages with `whole` ones on this device, and refuse wrong results; all workers of a
+        mesh call this at the same time."""
         training = self._job.training
-        if not training.check_trace or training.sync_batch_norm:  # that normalises by rows of others
+        if not training.check_trace or training.sync_batch_norm:  # it normalises by rows of other workers
             return
         place = StageCheckContext(
             f"{self._mesh}/{self._worker}",
@@ -343,17 +345,17 @@ class Worker:
             log.warning(note)
 
     def shard_specs(self) -> list[ShardSpec]:
-        """The slices that this worker has of its stages' tensors."""
+        """The slices of its stages' tensors that this worker owns, by original name."""
         return list(self._tensors_by_shard())
 
     @attributed_to(Reason.DATA_FAILED)
     def fingerprint(self, names: Sequence[str], cuts: Mapping[str, CutPoints]) -> Fingerprint:
-        """Checksums of this worker's tensors in `names`, in pieces where `cuts` has them, and of the first samples."""
+        """Checksums of the local tensors among `names`, in the pieces of `cuts`, and of the first samples."""
         return Fingerprint(checksums(self._tensors_by_shard(), names, cuts), self._batches.checksums())
 
     def _tensors_by_shard(self) -> dict[ShardSpec, torch.Tensor]:
-        spec_of = ShardSpec if self._tensor_shards is None else self._tensor_shards.shard_spec
-        return {spec_of(name): tensor for name, tensor in named_tensors(self._stages).items()}
+        shard_spec = ShardSpec if self._tensor_shards is None else self._tensor_shards.shard_spec
+        return {shard_spec(name): tensor for name, tensor in named_tensors(self._stages).items()}
 
     def snapshot_memory(self, sharing: int) -> SnapshotMemory:
         """The memory of a copy of the state on this worker, one of `sharing` on its node."""
@@ -364,8 +366,8 @@ class Worker:
         return self._checkpoints.restore(uri)
 
     def warm_up(self, step: int) -> None:
-        """Read the samples of the first step, and on CUDA load and try all kernels on them, before peers wait for this
-        mesh."""
+        """Prefetch the samples of the first step, and on CUDA load and try all kernels on them, before another mesh waits
+        for this one."""
         self._reader.ready(step)
         if self._device != "cuda":
             return
@@ -373,7 +375,7 @@ class Worker:
             self._engine.warm_up(step, *self._reader.take(step, first=True))
 
     def has_data(self, step: int) -> bool | None:
-        """True where the data goes on as far as this step; None on workers that read none."""
+        """True where the data has samples for this step; None on workers that read none."""
         return self._reader.has(step)
 
     def run_step(self, step: int) -> WorkerStep:
@@ -398,12 +400,11 @@ class Worker:
         )
 
     def evaluation_size(self) -> EvaluationSize:
-        """The amount of evaluation data, in the planned microbatches."""
+        """The size of an evaluation, in the planned microbatches."""
         return self._evaluation_batches.size
 
     def evaluate(self, batch: int) -> EvaluatedBatch:
-        """Run one batch of the evaluation data through the evaluated stages; batch 0 begins an evaluation. Changes
-        nothing else."""
+        """Run one batch of the evaluation data; batch 0 begins an evaluation. Training state is not changed."""
         with self._raise_as_attempt_failure():
             return self._evaluator.run(batch)
 
@@ -469,7 +470,7 @@ class Worker:
         self._loss = make_loss(self._job.loss, self._device)
         for part in (self._job.optimizer, self._job.optimizer.schedule, self._job.model):
             if part:
-                resolve(part.factory)  # a wrong name is told before anything is measured
+                resolve(part.factory)  # report a wrong name before anything is measured
 
     def _make_optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         names = {id(tensor): name for name, tensor in named_tensors(self._stages).items()}

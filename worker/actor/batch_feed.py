@@ -30,11 +30,9 @@ from worker.model.stages import StageModule
 _INTEGER_DTYPES = (torch.int64, torch.int32)
 _FINGERPRINT_SAMPLES = 8
 
-__all__ = ["Batches", "MicrobatchTensors"]
-
 
 class Batches:
-    """What worker `worker` of a mesh computes on; the batch is dealt in `microbatches` until `deal` says another."""
+    """The rows of data-parallel rank `worker` in every microbatch; `set_microbatches` changes how the batch is split."""
 
     @attributed_to(Reason.DATA_FAILED)
     def __init__(self, job: Job, *, worker: int, workers_per_mesh: int, microbatches: int):
@@ -48,45 +46,47 @@ class Batches:
 
     @property
     def keywords(self) -> tuple[str, ...]:
-        """How the model's inputs are called, in their order; empty where they go by position."""
+        """The names of the model's inputs, in their order; empty where they go by position."""
         return self._names or ()
 
     @property
     def data(self) -> Data:
-        """The words of the job that this is."""
+        """The job's settings of this data."""
         return self._job.data
 
     @property
     def ahead(self) -> int:
-        """How many steps are read ahead: what cannot be read twice, or is read elsewhere, at least one."""
+        """The number of steps that are read ahead; at least one for streams and for loader processes."""
         aside = self.data.loader.workers > 0 or isinstance(self._source, StreamSource)
         return max(self.data.prefetch, 1 if aside else 0)
 
     @property
     def tokens_per_sample(self) -> int | None:
-        """How long the first input of whole numbers is whose samples are rows of them; None where there is none."""
+        """The length of a sample of the first integer input of shape (batch, length); None where there is none."""
         inputs, _ = self.sample
-        lengths = (one.shape[1] for one in inputs if one.ndim == 2 and one.dtype in _INTEGER_DTYPES)
+        lengths = (
+            tensor.shape[1] for tensor in inputs if tensor.ndim == 2 and tensor.dtype in _INTEGER_DTYPES
+        )
         return next(lengths, None)
 
     @property
     def microbatches(self) -> int:
-        """In how many microbatches the batch is dealt."""
+        """The number of microbatches of a batch."""
         return self._microbatches.order.microbatches
 
     @attributed_to(Reason.DATA_FAILED)
     def set_microbatches(self, microbatches: int) -> None:
-        """Deal the batch in so many microbatches from now on; `sample` has their shapes."""
+        """Split the batch into this number of microbatches from now on; `sample` has their shapes."""
         if microbatches != self.microbatches:
             self._set_microbatches(microbatches)
 
     def rows(self, microbatches: int) -> int:
-        """How many samples of each of so many microbatches are this worker's."""
+        """The number of this worker's samples in each of `microbatches`."""
         return self._job.training.global_batch // microbatches // self._workers_per_mesh
 
     @attributed_to(Reason.DATA_FAILED)
     def microbatch(self, step: int, microbatch: int) -> MicrobatchTensors:
-        """This worker's share of a microbatch: its rows are dealt to the workers of a mesh in blocks."""
+        """This worker's rows of a microbatch: the workers of a mesh have consecutive blocks."""
         first = self._microbatches.order.first_step
         reads = self._loader if self._loader is not None and step >= first else self._microbatches
         rows = self._checked(reads.read(step, microbatch, self._part))
@@ -95,7 +95,7 @@ class Batches:
 
     @attributed_to(Reason.DATA_FAILED)
     def samples(self, workers: int) -> list[tuple[torch.Tensor, ...]]:
-        """The inputs of the first microbatch, as each worker of a mesh of so many has them."""
+        """The inputs of the first microbatch on each of `workers` data-parallel ranks."""
         first = self._microbatches.order.first_step - 1
         return [
             self._checked(self._microbatches.read(first, 0, BatchSlice(worker, workers)))[0]
@@ -104,26 +104,26 @@ class Batches:
 
     @attributed_to(Reason.DATA_FAILED)
     def checksums(self) -> tuple[str, str]:
-        """Of the first samples, whichever of them are this worker's, read twice."""
+        """Checksums of the first samples of the data, which all workers read, from two readings."""
         return self._first_samples(again=False), self._first_samples(again=True)
 
     @attributed_to(Reason.DATA_FAILED)
     def position(self, step: int) -> Mapping[str, Any] | None:
-        """What a checkpoint keeps of where `step` begins; None where it was not come to."""
+        """The position of the data at the begin of `step`, for a checkpoint; None where it was not reached."""
         if self._loader is not None and isinstance(self._source, StreamSource):
             return self._loader.place(step)
         return self._source.place(step)
 
     @attributed_to(Reason.DATA_FAILED)
     def go_to(self, step: int, position: Mapping[str, Any] | None) -> None:
-        """Go on at the begin of `step`, of which a checkpoint kept `position`."""
+        """Go on at the begin of `step`, whose `position` a checkpoint stores."""
         if self._loader is not None:
             self._loader.go_to(step, position)
         if self._loader is None or isinstance(self._source, IndexedSource):
             self._source.go_to(step, position)
 
     def reading(self) -> str:
-        """Who reads what at the moment, for messages."""
+        """The data and the process that reads now, for messages."""
         name = self.data.factory
         return f"data {name}" if self._loader is None else f"data {name}: {self._loader.reading()}"
 
@@ -138,23 +138,23 @@ class Batches:
 
     @property
     def _dataset(self) -> Any:
-        return getattr(self._source, "dataset", None)  # a stream has none that is alike for all
+        return getattr(self._source, "dataset", None)  # a stream has none that all workers share
 
     def _first_samples(self, *, again: bool) -> str:
         order, source = self._microbatches.order, self._source
         first, count = order.first_step - 1, min(order.size, _FINGERPRINT_SAMPLES)
         if order.data.collate is not None:
-            found = [self._microbatches.read(first, 0, BatchSlice(0, 1)).rows]
+            rows = [self._microbatches.read(first, 0, BatchSlice(0, 1)).rows]
         elif again and isinstance(source, StreamSource):
-            found = [self._microbatches.stack_samples(source.first_samples_again(count)).rows]
+            rows = [self._microbatches.stack_samples(source.first_samples_again(count)).rows]
         else:
-            found = [self._microbatches.stack_samples(source.rows(first, 0, 0, count)).rows]
+            rows = [self._microbatches.stack_samples(source.rows(first, 0, 0, count)).rows]
         if isinstance(source, IndexedSource) and order.data.collate is None:
-            found.append(self._microbatches.stack_samples([source.example(0, 0)]).rows)
-        return checksum(found)
+            rows.append(self._microbatches.stack_samples([source.example(0, 0)]).rows)
+        return checksum(rows)
 
     def _checked(self, read: ReadMicrobatch) -> MicrobatchTensors:
-        """The rows; ValueError where they have other names than those before."""
+        """The rows; ValueError where inputs have other names than before."""
         if self._names is not None and read.names != self._names:
             raise ValueError(
                 f"a sample of data {self.data.factory!r} has the inputs {', '.join(read.names) or 'by position'}, an "
@@ -168,22 +168,21 @@ class Batches:
         if self.sample is None:
             return
         (inputs, target), (first, first_target) = rows, self.sample
-        mine_all, first_all = (
-            (*one, *target_tensors(wanted)) for one, wanted in ((inputs, target), (first, first_target))
-        )
+        tensors = (*inputs, *target_tensors(target))
+        first_tensors = (*first, *target_tensors(first_target))
         names = [f"input {name}" for name in self._names or range(len(first))]
-        names += ["target"] * (len(first_all) - len(first))
+        names += ["target"] * (len(first_tensors) - len(first))
         if len(inputs) != len(first):
             raise ValueError(
                 f"a sample of data {self.data.factory!r} in step {step} has {len(inputs)} inputs, one of the first "
                 f"microbatch {len(first)}: return equally many for every index"
             )
-        for name, mine, other in zip(names, mine_all, first_all, strict=True):
-            if mine.shape != other.shape or mine.dtype != other.dtype:
+        for name, tensor, expected in zip(names, tensors, first_tensors, strict=True):
+            if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
                 raise ValueError(
-                    f"{name} of data {self.data.factory!r} is {list(mine.shape)} of {mine.dtype} in step {step}, "
-                    f"microbatch {microbatch}, and {list(other.shape)} of {other.dtype} in the first, for which the model "
-                    "was traced: cut or pad all samples to one shape"
+                    f"{name} of data {self.data.factory!r} is {list(tensor.shape)} of {tensor.dtype} in step {step}, "
+                    f"microbatch {microbatch}, and {list(expected.shape)} of {expected.dtype} in the first, for which "
+                    "the model was traced: cut or pad all samples to one shape"
                 )
 
     def _set_microbatches(self, microbatches: int) -> None:
@@ -234,7 +233,7 @@ _DATA_STATE_KEY = "data"  # of a checkpoint's state
 
 
 class StageReader:
-    """`take(step)` has the inputs and targets of a step's microbatches for `stages`; see `read_steps`."""
+    """Prefetches the inputs and targets of a step's microbatches for `stages`; see `prefetch_steps`."""
 
     def __init__(
         self,
@@ -246,7 +245,7 @@ class StageReader:
         limit_s: float,
     ):
         self._batches, self._resumed_at = batches, None
-        self._nothing = [()] * batches.microbatches
+        self._no_inputs = [()] * batches.microbatches
         self.has_output = any("output" in stage.outputs for stage in stages.values())
         inputs = any(name.startswith("input:") for stage in stages.values() for name in stage.inputs)
         self._reader = None
@@ -266,10 +265,12 @@ class StageReader:
             )
 
     def take(self, step: int, *, first: bool = False) -> StepSamples:
-        """Raises AttemptFailure DATA_FAILED. With `first` the next call has the same again, and there is time to begin:
-        to start processes, and to come to the place where a resume goes on."""
+        """The samples of a step. Raises AttemptFailure DATA_FAILED.
+
+        With `first` the next call returns the same again, and the limit leaves time to start processes and to skip to
+        the position of a resume."""
         if self._reader is None:
-            return self._nothing, None
+            return self._no_inputs, None
         self._begin(step)
         try:
             return self._reader.take(step, keep=first, limit_s=self._first_limit_s if first else None)
@@ -277,7 +278,7 @@ class StageReader:
             raise as_failure(error, Reason.DATA_FAILED) from None
 
     def has(self, step: int) -> bool | None:
-        """Whether there are samples for this step; raises as `take`. None where none are read."""
+        """True where there are samples for this step, None where none are read; raises as `take`."""
         if self._reader is None:
             return None
         try:
@@ -287,18 +288,18 @@ class StageReader:
         return True
 
     def ready(self, step: int) -> None:
-        """Have the samples of `step`, where they are read ahead, before anybody waits for this mesh."""
+        """Prefetch the samples of `step` before another mesh waits for this one."""
         if self._reader is not None and self._batches.ahead:
             self.has(step)
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint after `step` keeps, as a part of its own; nothing where no samples are read."""
+        """The data position behind `step`, for a checkpoint; empty where no samples are read."""
         position = None if self._reader is None else self._batches.position(step + 1)
         return {} if position is None else {_DATA_STATE_KEY: dict(position)}
 
     def load_state(self, step: int, state: Mapping[str, Any]) -> None:
-        """Go on after `step`, of whose checkpoint this is the state. Raises AttemptFailure DATA_FAILED where the data
-        is another."""
+        """Go on after `step`, whose checkpoint has this state. Raises AttemptFailure DATA_FAILED where the data
+        has changed."""
         if self._reader is None:
             return
         position = state.get(_DATA_STATE_KEY)

@@ -66,19 +66,19 @@ def gpu_index(environment: Mapping[str, str], assigned: Sequence[str | int]) -> 
 
 def choose_device(device: str, assigned: Callable[[], Sequence[str | int]], meshes: int = 1) -> None:
     """Make this worker's GPU the current device of this thread, before anything else uses CUDA here, with a hardware queue
-    for each lane of a job of so many `meshes`; nothing to do on CPU."""
+    for each lane of a job of `meshes`; nothing to do on CPU."""
     if device == "cuda":
         lanes = 2 * (meshes - 1) + _STREAMS_BESIDE_LANES
         queues = min(max(_MIN_HARDWARE_QUEUES, lanes), _MAX_HARDWARE_QUEUES)
-        given = os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(queues))
-        if not given.isdigit() or int(given) < lanes:
+        queue_count = os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(queues))
+        if not queue_count.isdigit() or int(queue_count) < lanes:
             log.warning(
                 "CUDA_DEVICE_MAX_CONNECTIONS is %s, and a worker of %d meshes has up to %d streams: some share a hardware "
                 "queue, in which compute waits behind transfers%s",
-                given,
+                queue_count,
                 meshes,
                 lanes,
-                "" if given == str(queues) else "; leave it unset",
+                "" if queue_count == str(queues) else "; leave it unset",
             )
         if not torch.cuda.is_available():
             raise RuntimeError(
@@ -89,7 +89,7 @@ def choose_device(device: str, assigned: Callable[[], Sequence[str | int]], mesh
 
 
 def device_kind(device: str) -> str:
-    """What has the same speed: the name of this worker's GPU, or of the processor with how many cores we may use."""
+    """The kind of accelerator, of equal speed: the name of the GPU, or of the processor with its usable cores."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -149,7 +149,7 @@ _CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 @dataclass(frozen=True)
 class WorkerAddress:
-    """Where one worker runs; JSON of it goes to the control plane with the request for a plan."""
+    """The place of one worker; its JSON goes to the control plane with the request for a plan."""
 
     mesh: str
     worker: int
@@ -160,7 +160,7 @@ class WorkerAddress:
 
 
 def processor_cores() -> float:
-    """How many cores the processes of this node (or container) may use together."""
+    """The number of cores that the processes of this node (or container) may use together."""
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     with contextlib.suppress(OSError, ValueError):  # cgroup v2: "max 100000", or microseconds of each period
         quota, period = _CGROUP_CPU_MAX.read_text().split()
@@ -189,7 +189,7 @@ def own_node_address() -> str:
 
 
 def use_tf32(allowed: bool | None) -> None:
-    """Set it for matrix products and for cuDNN's convolutions and recurrent layers; None leaves torch's own choice.
+    """Set TF32 for matrix products and for cuDNN's convolutions and recurrent layers; None leaves torch's own choice.
 
     By the names that torch had before 2.9: what they set reads alike under both, while code that asks by the old ones
     after the new were set gets an error.
@@ -203,8 +203,8 @@ def use_tf32(allowed: bool | None) -> None:
 
 
 def tf32_notes(job: Job, device: str) -> list[str]:
-    """What to tell where it does nothing."""
+    """A note where training.tf32 has no effect."""
     if job.training.tf32 is None or device == "cuda":
         return []
-    given = str(job.training.tf32).lower()
-    return [f"training.tf32 is {given} and has no effect: the job runs on CPU, which has no TF32"]
+    value = str(job.training.tf32).lower()
+    return [f"training.tf32 is {value} and has no effect: the job runs on CPU, which has no TF32"]

@@ -43,9 +43,9 @@ class EvaluationSize:
 
 
 class EvaluationBatches(Batches):
-    """As Batches: batch k has the samples from k * training.global_batch on, in order.
+    """Batches of the evaluation data: batch k has the samples from k * training.global_batch on, in order.
 
-    What is left behind the last whole microbatch is left out: traced stages take no smaller one.
+    Samples behind the last whole microbatch are left out: traced stages take no smaller one.
     """
 
     def __init__(self, job: Job, *, worker: int, workers_per_mesh: int, microbatches: int):
@@ -57,7 +57,7 @@ class EvaluationBatches(Batches):
 
     @property
     def whole_microbatches(self) -> int:
-        """How many microbatches are evaluated."""
+        """The number of microbatches that are evaluated."""
         wanted = None if self._limit is None else self._limit * self.microbatches
         if self._source.samples is None:
             return wanted
@@ -77,15 +77,15 @@ class EvaluationBatches(Batches):
 
     @attributed_to(Reason.DATA_FAILED)
     def check_matches_training(self, trained: Batches) -> None:
-        """ValueError where samples are others than those that the model was traced for."""
-        for what, mine, theirs in (
+        """ValueError where samples have other names or shapes than the model was traced for."""
+        for what, evaluated, training in (
             ("inputs", self.keywords or "by position", trained.keywords or "by position"),
             ("shapes", _input_shapes(self.sample), _input_shapes(trained.sample)),
         ):
-            if mine != theirs:
+            if evaluated != training:
                 raise ValueError(
-                    f"a microbatch of evaluation.data {self._job.data.factory!r} has the {what} {mine}, one of the "
-                    f"training data {theirs}: give both the same"
+                    f"a microbatch of evaluation.data {self._job.data.factory!r} has the {what} {evaluated}, one of the "
+                    f"training data {training}: give both the same"
                 )
 
     @property
@@ -94,7 +94,7 @@ class EvaluationBatches(Batches):
         return self._job.training.global_batch // self.microbatches
 
     def counted_microbatches(self, batch: int) -> int:
-        """How many of a batch's microbatches count."""
+        """The number of microbatches of a batch that count."""
         return min(self.microbatches, self.whole_microbatches - batch * self.microbatches)
 
     def _set_microbatches(self, microbatches: int) -> None:
@@ -124,7 +124,7 @@ def _input_shapes(rows: MicrobatchTensors) -> str:
 
 
 class Evaluator:
-    """See `start`, `run` and `close`. `stages` read the parameters of the trained ones."""
+    """Runs the evaluation program on one worker. `stages` read the parameters of the trained ones."""
 
     def __init__(
         self,
@@ -170,11 +170,11 @@ class Evaluator:
         return self._engine.lanes
 
     def start(self) -> None:
-        """Make the lanes; the transport is connected."""
+        """Make the lanes on the connected transport."""
         self._engine.connect()
 
     def run(self, batch: int) -> EvaluatedBatch:
-        """What batch `batch` gave. Batch 0 begins an evaluation."""
+        """The losses and metrics of a batch. Batch 0 begins an evaluation."""
         if batch == 0:
             self._begin()
         inputs, targets = self._reader.take(batch)
@@ -187,14 +187,14 @@ class Evaluator:
         )
 
     def close(self) -> None:
-        """End threads; the transport is not this one's to close."""
+        """End threads; the training engine closes the transport."""
         self._reader.close()
         self._engine.close()
 
     @torch.no_grad()
     def _begin(self) -> None:
-        """Have the buffers of worker 0 of the mesh, as a checkpoint has."""
-        transport, tensor = self._transport, self._tensor  # those that share matrices have the same buffers
+        """Take the buffers of worker 0 of the mesh, which a checkpoint stores."""
+        transport, tensor = self._transport, self._tensor  # tensor-parallel ranks have the same buffers
         buffers, several = self._stages.begin(), transport.topology.workers(transport.mesh) > tensor
         for buffer in buffers if several else ():
             sent = buffer.reshape(-1).resolve_conj().clone().view(torch.uint8)  # of any type, to the bit
@@ -215,7 +215,7 @@ class Evaluator:
 
 @contextlib.contextmanager
 def loss_state_restored(loss: Any) -> Iterator[None]:
-    """A loss in eval mode, where it has one; afterwards its attributes and buffers are what they were."""
+    """Put a loss module into eval mode; afterwards its attributes and buffers are restored."""
     modules = list(loss.modules()) if isinstance(loss, nn.Module) else [loss]
     attributes = [(vars(module), dict(vars(module))) for module in modules if hasattr(module, "__dict__")]
     buffers = [(buffer, buffer.clone()) for buffer in loss.buffers()] if isinstance(loss, nn.Module) else []

@@ -28,9 +28,9 @@ ModelOutput = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 def takes_inputs(spec: Factory | None) -> bool:
-    """Whether a job's loss has a parameter `inputs` beside the output and the target, which are its first two.
+    """True where a job's loss has a parameter `inputs` beside the output and the target, which are its first two.
 
-    What is wrong with the loss itself is said where it is made.
+    Errors of the loss itself are raised where it is made.
     """
     try:
         target = resolve(spec.factory) if spec is not None else None
@@ -44,11 +44,11 @@ def takes_inputs(spec: Factory | None) -> bool:
         return False
     bound = {} if own == 3 or spec is None else spec.args
     return any(
-        one.name == "inputs"
-        and one.name not in bound
-        and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-        and (one.kind is one.KEYWORD_ONLY or at >= own)
-        for at, one in enumerate(parameters)
+        parameter.name == "inputs"
+        and parameter.name not in bound
+        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        and (parameter.kind is parameter.KEYWORD_ONLY or position >= own)
+        for position, parameter in enumerate(parameters)
     )
 
 
@@ -61,7 +61,7 @@ class JobLoss:
         self._form: TreeSpec | None = None
 
     def with_output_spec(self, form: TreeSpec | None) -> JobLoss:
-        """This loss, for outputs that are the tensors of a nest of this form."""
+        """This loss for outputs that are the leaves of a pytree of this spec."""
         other = copy.copy(self)
         other._form = form
         return other
@@ -73,7 +73,7 @@ class JobLoss:
     def with_metrics(self, output: ModelOutput, target: Target) -> tuple[torch.Tensor, Metrics]:
         """The loss, and its metrics by name: the same names in every call.
 
-        Raises TypeError for what is no number, ValueError for names that are none or that change.
+        Raises TypeError for a value that is not one number, ValueError for metric names that are invalid or change.
         """
         value, metrics = self._called(output, target), {}
         if isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[1], Mapping):

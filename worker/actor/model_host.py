@@ -58,17 +58,17 @@ from worker.parallel.tensor.shards import check_tensor_plan_of
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model, and its record from before anything was changed in it."""
+    """A model, and its record from before it was changed."""
 
     model: nn.Module
     record: ModelRecord
 
 
 def build_job_model(job: Job) -> BuiltModel:
-    """The model of `job` with its initial weights, those of model.weights not among them; ModelError for what is wrong.
+    """The model of `job` with its initial weights, without model.weights.
 
-    What is frozen takes no gradient. Weights, patterns of frozen parameters and of optimizer groups have been compared
-    with the model's names.
+    Frozen parameters take no gradient. Raises ModelError where weights, patterns of frozen parameters or of optimizer
+    groups do not fit the model's names.
     """
     spec = job.model
     model = build_model(spec.factory, spec.args, seed=job.training.seed)
@@ -108,12 +108,12 @@ class JobModel:
         self._record: ModelRecord | None = None
         self._interface = ModelInterface()
         self._unused_state: dict[str, Any] | None = None  # on the worker that leads, once it is cut
-        self.tree_spec: TreeSpec | None = None  # of what the model returns, once it is cut
+        self.tree_spec: TreeSpec | None = None  # of the model's output, once it is cut
         self.keywords: tuple[str, ...] = ()  # the names of the inputs in samples, where they have any
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
     def traced(self, sample: tuple[torch.Tensor, ...]) -> TracedModel:
-        """The model for inputs like `sample`; built and traced now where that was not done."""
+        """The model traced for inputs like `sample`; built and traced by the first call."""
         if self._traced is None:
             model = self._job.model
             if self._built is None:
@@ -142,7 +142,7 @@ class JobModel:
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
     def _traced_in_eval_mode(self, sample: tuple[torch.Tensor, ...]) -> TracedModel:
-        """The model in eval mode, where it was built; traced now where that was not done."""
+        """The model in eval mode, on the worker that built it; traced by the first call."""
         if self._evaluation is None:
             self.traced(sample)
             self._evaluation = self._trace_in_eval_mode(sample)
@@ -155,37 +155,38 @@ class JobModel:
 
     @attributed_to(Reason.CUT_IMPOSSIBLE)
     def evaluation_edges(
-        self, sample: tuple[torch.Tensor, ...], begins: Sequence[str], own: int = 1
+        self, sample: tuple[torch.Tensor, ...], stage_starts: Sequence[str], own: int = 1
     ) -> list[EvaluationEdge]:
-        """What crosses the borders of a cut while it is evaluated; `own` workers share a microbatch here."""
+        """The tensors between the stages of a cut in eval mode; a mesh of this worker has `own` data-parallel ranks."""
         models = {own: self._traced_in_eval_mode(sample), **self._eval_traces_by_workers}
-        return evaluation_edges(models, self._evaluation_begins(sample, begins, models))
+        return evaluation_edges(models, self._evaluation_starts(sample, stage_starts, models))
 
-    def _evaluation_begins(
-        self, sample: tuple[torch.Tensor, ...], begins: Sequence[str], models: Mapping[int, TracedModel]
+    def _evaluation_starts(
+        self, sample: tuple[torch.Tensor, ...], stage_starts: Sequence[str], models: Mapping[int, TracedModel]
     ) -> dict[int, list[str]]:
         trained = self.traced(sample).layers
         return {
-            size: evaluation_stage_starts(trained, begins, model.layers) for size, model in models.items()
+            size: evaluation_stage_starts(trained, stage_starts, model.layers)
+            for size, model in models.items()
         }
 
     @attributed_to(Reason.CUT_IMPOSSIBLE)
     def evaluation_stages(
         self,
-        begins: Sequence[str],
+        stage_starts: Sequence[str],
         trained: Mapping[int, StageModule],
         device: str,
-        alike: Callable[[StageModule], StageModule] = lambda stage: stage,
+        shard_stage: Callable[[StageModule], StageModule] = lambda stage: stage,
     ) -> EvaluationStages:
-        """The evaluated stages on the parameters of `trained`, as `cut` and `alike` made them; their origin is forgotten.
+        """The stages in eval mode on the parameters of `trained`, made by `cut` and split by `shard_stage`.
 
-        Each worker of a mesh has running statistics of its own: where there are several an evaluation has those of one.
+        Each worker of a mesh has its own running statistics: where there are several, an evaluation uses those of one.
         """
         evaluated, self._evaluation = self._evaluation, None
-        begins = evaluation_stage_starts(self._layers, begins, evaluated.layers)
+        stage_starts = evaluation_stage_starts(self._layers, stage_starts, evaluated.layers)
         several = self._job.max_dp_size > 1
         stages = evaluation_stages(
-            evaluated, begins, trained, device=device, own_statistics=several, share=alike
+            evaluated, stage_starts, trained, device=device, own_statistics=several, share=shard_stage
         )
         if path := self._job.model.weights:
             fill_tensors(path, stages.alone, evaluated.aliases)
@@ -233,9 +234,9 @@ class JobModel:
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
     def graph(self, sample: tuple[torch.Tensor, ...], workers: int | None = None) -> bytes:
-        """What was traced, for other workers, without parameters; empty where the graph holds what cannot be sent.
+        """The traced model for other workers, without parameters; empty where the graph cannot be serialised.
 
-        `workers`: of a mesh of another size, whose workers have other rows, like `sample`; traced now for them.
+        `workers`: the data-parallel size of a mesh of another size, for whose rows (`sample`) it is traced now.
         """
         evaluates, evaluated = self._job.evaluation is not None, None
         if workers is None:
@@ -247,13 +248,13 @@ class JobModel:
                 evaluated = self._eval_traces_by_workers[workers] = self._trace_in_eval_mode(sample)
         try:
             return serialize_models([traced] if evaluated is None else [traced, evaluated])
-        except Exception as error:  # an object of a user's own, say
+        except Exception as error:  # for example an object of a user's class
             log.warning("every worker traces the model for itself, since its graph cannot be sent: %s", error)
             return b""
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
     def receive_graph(self, graph: bytes) -> None:
-        """Have what another worker traced: nothing is built here, unless it could not be sent."""
+        """Take the graph that another worker traced; nothing is built here, unless it could not be sent."""
         self._traces_for_all = False
         if graph:
             (self._traced, *others), self._graph_received = deserialize_models(graph), True
@@ -264,45 +265,45 @@ class JobModel:
         self,
         own: int,
         samples: Callable[[int], SamplesByRank],
-        begins: Sequence[str],
+        stage_starts: Sequence[str],
         workers_of_stage: Sequence[int],
     ) -> None:
-        """Refuse a cut between meshes of unlike sizes where parts of a tensor are not what their shapes say; `samples`
-        gives the inputs of each worker of a mesh of so many. On the worker that traced for all, of `own` workers."""
+        """Refuse a cut between heterogeneous meshes where batch-sharding a tensor over n and over m ranks does not give
+        the same tensor; `samples(n)` are the inputs of each of n ranks. On the worker that traced, of `own` ranks."""
         if self._built is None or not self._traces_by_workers:
             return
         models = {own: self.traced(samples(own)[0]), **self._traces_by_workers}
         tolerance = tolerance_for(self._built, models[own].placed.autocast, "cpu")
         inputs = {size: samples(size) for size in models}
-        check_batch_sharding(models, inputs, begins, workers_of_stage, tolerance)
+        check_batch_sharding(models, inputs, stage_starts, workers_of_stage, tolerance)
         if self._job.evaluation is not None:
             evaluated = {own: self._traced_in_eval_mode(inputs[own][0]), **self._eval_traces_by_workers}
-            starts = self._evaluation_begins(inputs[own][0], begins, evaluated)
+            starts = self._evaluation_starts(inputs[own][0], stage_starts, evaluated)
             check_batch_sharding(
                 evaluated, inputs, starts[own], workers_of_stage, tolerance, when=" in eval mode"
             )
 
     @attributed_to(Reason.CUT_IMPOSSIBLE)
     def weights(
-        self, sample: tuple[torch.Tensor, ...], begins: Sequence[str], stages: Sequence[int]
+        self, sample: tuple[torch.Tensor, ...], stage_starts: Sequence[str], stages: Sequence[int]
     ) -> ParameterValues:
         """The initial values of the parameters of some stages, for the worker that runs them."""
         traced = self.traced(sample)
-        return parameter_values(traced, traced.parameters(begins, stages))
+        return parameter_values(traced, traced.parameters(stage_starts, stages))
 
     @attributed_to(Reason.CUT_IMPOSSIBLE)
     def cut(
         self,
         sample: tuple[torch.Tensor, ...],
-        begins: Sequence[str],
+        stage_starts: Sequence[str],
         keep: Sequence[int],
         weights: ParameterValues | None,
     ) -> StageGraph:
-        """The stages `keep`, with their initial values or those of model.weights; all else is forgotten."""
+        """The stages `keep`, with their initial values or those of model.weights; the model and other stages are dropped."""
         traced, path = self.traced(sample), self._job.model.weights
         if weights is not None and self._graph_received:
             load_values(traced, weights)
-        graph = traced.cut(begins, keep=keep)
+        graph = traced.cut(stage_starts, keep=keep)
         if self._job.evaluation is not None and self._evaluation is None:
             self._traced_in_eval_mode(sample)
         if path:
@@ -318,18 +319,18 @@ class JobModel:
         return graph
 
     def unused_state(self) -> dict[str, Any]:
-        """The states by name of the shards of a checkpoint that are no mesh's, see worker/checkpoint/record.py; they never
+        """The states by name of checkpoint shards that belong to no mesh, see worker/checkpoint/record.py; they never
         change, and only one worker has any."""
         return {} if self._unused_state is None else {RECORD_SHARD: self._unused_state}
 
     def forget_graph(self) -> None:
-        """The next sample has other shapes: trace anew, or take a new graph."""
+        """Drop the graphs, as the next sample has other shapes."""
         self._traced, self._evaluation, self._graph_received = None, None, False
         self._traces_by_workers, self._eval_traces_by_workers = {}, {}
 
 
 def _check_loss_scalable(model: nn.Module, precision: str) -> None:
-    """Refuse parameters whose gradients have no room for a loss scale, as torch's GradScaler does."""
+    """Refuse float16 parameters, whose gradients cannot be scaled, as torch's GradScaler does."""
     half = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
     if precision == FP16 and half:
         raise ModelError(

@@ -32,10 +32,11 @@ from worker.model.factory import call_factory, check_patterns_match, pattern_mat
 def parameter_groups(
     groups: Sequence[ParameterGroup], names: Sequence[str], parameters: Sequence[nn.Parameter]
 ) -> list[dict[str, Any]]:
-    """What the optimizer is called with in place of `parameters`, which are called `names`."""
+    """The parameter groups that the optimizer gets in place of `parameters`, whose names are `names`."""
     made: list[dict[str, Any]] = [{"params": [], GROUP_NUMBER_KEY: 0}]
     made += [
-        {"params": [], GROUP_NUMBER_KEY: number, **one.settings} for number, one in enumerate(groups, start=1)
+        {"params": [], GROUP_NUMBER_KEY: number, **group.settings}
+        for number, group in enumerate(groups, start=1)
     ]
     for name, parameter in zip(names, parameters, strict=True):
         made[_group_number(groups, name)]["params"].append(parameter)
@@ -45,12 +46,12 @@ def parameter_groups(
 def check_parameter_groups(
     groups: Sequence[ParameterGroup], names: Sequence[str], aliases: Mapping[str, Sequence[str]]
 ) -> None:
-    """ModelError for patterns that match no trained parameter of the model, or only those of groups before theirs."""
+    """ModelError for patterns that match no trained parameter of the model, or only parameters of earlier groups."""
     taken: dict[str, int] = {}
-    for number, one in enumerate(groups):
+    for number, group in enumerate(groups):
         field = f"optimizer.groups[{number}].match"
-        check_patterns_match(field, one.match, names, aliases)
-        for pattern in one.match:
+        check_patterns_match(field, group.match, names, aliases)
+        for pattern in group.match:
             found = [name for name in names if pattern_matches(pattern, name)]
             if found and all(taken.get(name, number) < number for name in found):
                 raise ModelError(
@@ -58,14 +59,14 @@ def check_parameter_groups(
                     "first counts: change their order, or remove it"
                 )
         for name in names:
-            if any(pattern_matches(pattern, name) for pattern in one.match):
+            if any(pattern_matches(pattern, name) for pattern in group.match):
                 taken.setdefault(name, number)
 
 
 def check_group_settings(groups: Sequence[ParameterGroup], optimizer: torch.optim.Optimizer) -> None:
-    """FactoryError for settings of a group that the optimizer does not have: torch takes any, and uses none of them."""
-    for number, one in enumerate(groups):
-        if unknown := sorted(one.settings.keys() - optimizer.defaults.keys()):
+    """FactoryError for settings of a group that the optimizer does not have: torch accepts and ignores them."""
+    for number, group in enumerate(groups):
+        if unknown := sorted(group.settings.keys() - optimizer.defaults.keys()):
             raise FactoryError(
                 f"optimizer.groups[{number}] sets {', '.join(unknown)}, which {type(optimizer).__name__} does not know: "
                 f"it has {', '.join(sorted(optimizer.defaults))}"
@@ -73,8 +74,8 @@ def check_group_settings(groups: Sequence[ParameterGroup], optimizer: torch.opti
 
 
 def _group_number(groups: Sequence[ParameterGroup], name: str) -> int:
-    for number, one in enumerate(groups, start=1):
-        if any(pattern_matches(pattern, name) for pattern in one.match):
+    for number, group in enumerate(groups, start=1):
+        if any(pattern_matches(pattern, name) for pattern in group.match):
             return number
     return 0
 
@@ -84,7 +85,7 @@ def _group_number(groups: Sequence[ParameterGroup], name: str) -> int:
 _FUSED_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 # Names under which schedules of the field take what an evaluation measured.
 _METRIC_PARAMETERS = {"metric", "metrics", "loss", "val_loss", "current", "score", "value"}
-# The parameters whose state is counted, beside one of a single element: a vector and a matrix.
+# The shapes of parameters whose state is counted, beside a single element: a vector and a matrix.
 _STATE_SHAPES = ((4096,), (64, 64))
 
 
@@ -111,7 +112,7 @@ def make_loss(spec: Factory | None, device: str = "cpu") -> JobLoss:
 
 
 def target_ignore_index(job: Job) -> int | None:
-    """The target that is no token, where microbatches count by their tokens; None where they count alike."""
+    """The target value that is no token, where microbatches count by their tokens; None where they count equally."""
     if job.training.loss_reduction != "tokens":
         return None
     return int((job.loss.args if job.loss else {}).get("ignore_index", -100))
@@ -129,8 +130,8 @@ def make_optimizer(
     groups = spec.groups if isinstance(spec, Optimizer) else ()
     try:
         target = resolve(path)
-        given = parameter_groups(groups, names, parameters) if names and groups else parameters
-        optimizer = target(given, **arguments, **_fused_flag(target, arguments, parameters))
+        grouped = parameter_groups(groups, names, parameters) if names and groups else parameters
+        optimizer = target(grouped, **arguments, **_fused_flag(target, arguments, parameters))
     except FactoryError:
         raise
     except Exception as error:
@@ -159,7 +160,7 @@ def optimizer_state_bytes(
 def measure_optimizer_state(
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], device: str = "cpu"
 ) -> OptimizerState:
-    """What the optimizer of `make` keeps, found by steps of small parameters.
+    """The state that the optimizer of `make` keeps, measured by steps of small parameters.
 
     State that grows more slowly than its parameter (Adafactor's rows and columns) is taken as that of a
     vector, which is more than a matrix needs. Shapes that the optimizer refuses are left out (Muon takes
@@ -189,7 +190,7 @@ def measure_optimizer_state(
 def check_optimizer_for_zero1(
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], device: str = "cpu"
 ) -> None:
-    """FactoryError unless the workers of a mesh can share the state of the optimizer of `make`."""
+    """FactoryError unless ZeRO-1 can shard the state of the optimizer of `make`."""
     try:
         check_zero1_optimizer(make, device)
     except ValueError as error:
@@ -200,7 +201,7 @@ def check_optimizer_for_zero1(
 def check_optimizer_for_tensor_parallel(
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], tensor: int, device: str = "cpu"
 ) -> None:
-    """FactoryError unless the optimizer of `make` may update what each of `tensor` workers has of shared matrices."""
+    """FactoryError unless the optimizer of `make` may update matrices that are split over `tensor` ranks."""
     try:
         check_tensor_parallel_optimizer(make, device)
     except ValueError as error:
@@ -266,14 +267,14 @@ def make_schedule(spec: Factory, optimizer: torch.optim.Optimizer) -> Any:
 
 
 def _metric_dependence(schedule: Any) -> str | None:
-    """What of a schedule, or of one inside it, depends on a measured value; None if nothing does."""
+    """The dependence of a schedule, or of one inside it, on a measured value; None if there is none."""
     if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
         return f"a metric ({type(schedule).__name__})"
     for name in inspect.signature(schedule.step).parameters:
         if name.lower().strip("_") in _METRIC_PARAMETERS:
             return f"a metric ({type(schedule).__name__}.step takes {name!r})"
     inner = getattr(schedule, "_schedulers", ())
-    return next((found for one in inner if (found := _metric_dependence(one))), None)
+    return next((metric for schedule in inner if (metric := _metric_dependence(schedule))), None)
 
 
 def _check_storable(call: str, state: Any) -> None:

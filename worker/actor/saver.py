@@ -43,7 +43,7 @@ class BackgroundTask(Generic[Result]):
         self._result: Result | None = None
         self._error: BaseException | None = None
         self.seconds = 0.0
-        """How long the work took, once it is done."""
+        """The seconds of the work, once it is done."""
         self._ended = threading.Event()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
@@ -52,7 +52,7 @@ class BackgroundTask(Generic[Result]):
         return self._ended.is_set()
 
     def result(self, limit_s: float) -> Result:
-        """What the work returned, or raises what it raised. TimeoutError after `limit_s` seconds."""
+        """The result of the work; raises its error, or TimeoutError after `limit_s` seconds."""
         if not self._ended.wait(limit_s):
             raise TimeoutError(f"not done within {limit_s:g} s")
         if self._error is not None:
@@ -274,11 +274,11 @@ class WorkerCheckpoints:
         self._contribute()
         if not self._leads:
             return SnapshotMemory(0, None)
-        state, kept = self._engine.state(), self._optimizer_state()
+        state, optimizer = self._engine.state(), self._optimizer_state()
         parameters = list(state["parameters"].values())
         size = sum(tensor.nbytes for tensor in [*parameters, *state["buffers"].values()])
-        size += math.ceil(sum(tensor.nbytes for tensor in parameters) * kept.bytes_per_parameter_byte)
-        size += len(parameters) * kept.bytes_per_tensor
+        size += math.ceil(sum(tensor.nbytes for tensor in parameters) * optimizer.bytes_per_parameter_byte)
+        size += len(parameters) * optimizer.bytes_per_tensor
         return SnapshotMemory(size, memory_limit("cpu", sharing) if self._device == "cuda" else None)
 
     @attributed_to(Reason.CHECKPOINT_FAILED)
@@ -290,7 +290,7 @@ class WorkerCheckpoints:
 
     @attributed_to(Reason.CHECKPOINT_FAILED)
     def begin_save(self, uri: str, step: int) -> None:
-        """As `save`, but only the state is copied meanwhile: a thread writes the copy; see `saved`."""
+        """Copy the state of this mesh's shard, and write the copy in a thread; see `saved`."""
         self._contribute()
         if self._leads:
             self._saver.begin(uri, step)

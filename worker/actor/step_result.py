@@ -13,7 +13,7 @@ from worker.contract.program import MeasuredSlot
 
 @dataclass(frozen=True)
 class WorkerStep:
-    """One optimizer step. `losses` (one a microbatch, not divided by their number) and `metrics` by name are told only
+    """One optimizer step. `losses` (one a microbatch, not divided by their number) and `metrics` by name are given only
     where the model's output is; `slots` are on this worker's clock. `grad_norm` and `learning_rate` are None on a mesh
     without trained parameters, `loss_scale` but in fp16, `gpu` where it was not read. `skipped`: no update was made,
     because gradients `overflowed` in fp16 or a number was not finite."""
@@ -33,8 +33,7 @@ class WorkerStep:
 
 @dataclass(frozen=True)
 class EvaluatedBatch:
-    """The microbatches of a batch that count, where the model's output is: their losses, metrics by name, and what each
-    counts."""
+    """The microbatches of a batch that count, where the model's output is: their losses, metrics by name, and weights."""
 
     losses: list[float]
     metrics: dict[str, list[float]]

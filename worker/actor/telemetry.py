@@ -39,7 +39,7 @@ class GpuUsage:
 
 
 class GpuMeter:
-    """Reads at most every `EVERY_S`; `identity` says which GPU, as NVML names it, once this worker has one."""
+    """Reads NVML at most every GPU_READ_INTERVAL_S; `identity` gives the UUID of the GPU once this worker has one."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class GpuMeter:
         self._next_s = 0.0
 
     def read(self) -> GpuUsage | None:
-        """What NVML says now; None where it is not time to ask, or it does not say."""
+        """NVML's figures; None where they are not due, or not available."""
         if not self._wanted or self._now() < self._next_s:
             return None
         self._next_s = self._now() + GPU_READ_INTERVAL_S
@@ -66,7 +66,7 @@ class GpuMeter:
         except (
             Exception
         ) as error:  # no package, no library, no right, no such figure: it will not be there later either
-            log.info("NVML does not tell of this GPU: %s", error)
+            log.info("NVML has no figures of this GPU: %s", error)
             self._wanted = False
             return None
         return GpuUsage(busy.gpu / 100, memory.used, memory.total)
@@ -120,7 +120,7 @@ def _meminfo(root: Path) -> int | None:
 
 
 def _control_groups(root: Path) -> list[int]:
-    """What each group that holds this process may still take: its limit less what it cannot give back."""
+    """The free bytes of each control group around this process: its limit less memory that cannot be reclaimed."""
     groups = []
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -155,17 +155,17 @@ _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 <
 
 
 def requested_bytes(text: str) -> int:
-    """The size of the tensor that found no place, as torch's message says it; 0 where it does not."""
+    """The size of the tensor that could not be allocated, by torch's message; 0 where it has none."""
     found = _TRIED_TO_ALLOCATE.search(text)
     return int(float(found[1]) * _UNITS[found[2]]) if found else 0
 
 
 class PeakMemory:
-    """The most bytes held since `begin`, the same way at each step.
+    """The peak memory since `begin`.
 
-    On CUDA what torch had allocated. On CPU what of the process was resident beyond `settle` (or the
-    construction): torch does not count its tensors there, so whatever else the process got is in it too, and
-    what it gave back since is missing. It is never less than the tensors of `settle`, which are held all along.
+    On CUDA the bytes that torch allocated. On CPU the resident bytes beyond `set_baseline` (or the construction): torch
+    does not count its tensors there, so other allocations of the process count too, and memory that it gave back since
+    is missing. The peak is never less than the tensors of `set_baseline`, which are held all along.
     """
 
     def __init__(self, device: str):
@@ -175,14 +175,14 @@ class PeakMemory:
         self._excluded_bytes = 0
 
     def set_baseline(self, tensors: Iterable[torch.Tensor]) -> None:
-        """From now on, of all that is resident, only the bytes of `tensors` count."""
+        """From now on only the bytes of `tensors` count of the resident memory."""
         if self._device != "cuda":
             self._tensor_bytes = sum(tensor.nbytes for tensor in tensors)
             self._before = _process_status_bytes("VmRSS") - self._tensor_bytes
             self._excluded_bytes = 0
 
     def exclude_bytes(self, size: int) -> None:
-        """So many bytes of the process are none of the training's: they do not count from now on."""
+        """From now on `size` bytes of the process, which are not the training's, do not count."""
         self._before += 0 if self._device == "cuda" else size - self._excluded_bytes
         self._excluded_bytes = size
 
@@ -271,7 +271,7 @@ def peak_flops_by_name(device_name: str, numbers: str) -> float | None:
 
 
 def gpu_peak_flops(precision: str) -> float | None:
-    """Of the GPU of this worker, for a job of that precision; FP32 products are TF32's where torch may round them so."""
+    """The peak FLOP/s of this worker's GPU in `precision`; FP32 products count as TF32 where torch may use it."""
     import torch
 
     numbers = precision

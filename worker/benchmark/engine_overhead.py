@@ -86,7 +86,7 @@ class _Stage(nn.Module):
 
 @dataclass(frozen=True)
 class _Direction:
-    """How one direction travels: instructions, the edge and mesh it comes from, those it goes to."""
+    """The instructions of forwards or of backwards, the edge and mesh that they receive from, and that they send to."""
 
     receive: str
     send: str
@@ -120,7 +120,7 @@ def pipeline_program(index: int, meshes: Sequence[str]) -> Iterator[Instruction]
 
 
 def _operator_seconds() -> float:
-    """Thread seconds of what a profile counts already: forward and backward of such a stage, alone."""
+    """Thread seconds that a profile counts already: forward and backward of such a stage, alone."""
     stage, taken = _Stage(1, 2), []
     for _ in range(4 * MICROBATCHES):
         x = torch.zeros(_SHAPE, requires_grad=True)

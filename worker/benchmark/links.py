@@ -19,10 +19,10 @@ import torch
 
 from worker.transport.base import Topology, Transport, finish
 
-# Of two transfers at once, the part of the shorter one that the longer one had to wait for: 0 where they run
-# beside each other, 1 where they run one after the other. From here on a plan takes them to share.
+# Of two transfers at once, the fraction of the shorter one for which one had to wait: 0 where they run beside each
+# other, 1 where they run one after the other. From here on a plan assumes contention.
 CONTENTION_THRESHOLD = 0.5
-# Pairs (and as many triples) of meshes that are measured at most; the others are taken to be the slowest.
+# The limit of measured pairs, and of measured triples, of meshes; the others are taken to be as slow as the slowest.
 MAX_PROBES = 64
 _REFERENCE_BYTES = 4 << 20
 
@@ -31,7 +31,7 @@ ConcurrencyKind = Literal["both ways", "two sends", "two receives"]
 
 @dataclass(frozen=True)
 class Probe:
-    """What is measured at `hub`: its link with one peer in both ways, or its transfers with two peers at once."""
+    """A measurement at `hub`: of its link with one peer in both directions, or of its transfers with two peers at once."""
 
     hub: str
     peers: tuple[str, ...]
@@ -39,7 +39,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Link:
-    """One way from `source` to `target`: a transfer of n bytes takes latency_s + n / bandwidth_bytes_per_s."""
+    """The direction from `source` to `target`: a transfer of n bytes takes latency_s + n / bandwidth_bytes_per_s."""
 
     source: str
     target: str
@@ -51,7 +51,7 @@ class Link:
 class ConcurrentTransfers:
     """Seconds that two transfers of one size took, each alone and both at once.
 
-    "both ways" are those of one pair of meshes; "two sends" and "two receives" those of one mesh and two peers.
+    "both ways" is measured on one pair of meshes; "two sends" and "two receives" on one mesh and two peers.
     """
 
     kind: ConcurrencyKind
@@ -60,13 +60,13 @@ class ConcurrentTransfers:
 
     @property
     def delay_ratio(self) -> float:
-        """The part of the shorter transfer that the other one delayed: about 0 to about 1."""
+        """The fraction of the shorter transfer that the other one delayed: about 0 to about 1."""
         return (self.together_s - max(self.alone_s)) / max(min(self.alone_s), 1e-9)
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What one probe found."""
+    """The result of one probe."""
 
     links: tuple[Link, ...]
     together: tuple[ConcurrentTransfers, ...]
@@ -78,7 +78,7 @@ class ProbeResult:
                 [role_of[link.source], role_of[link.target], link.latency_s, link.bandwidth_bytes_per_s]
                 for link in self.links
             ],
-            "together": [[one.kind, *one.alone_s, one.together_s] for one in self.together],
+            "together": [[pair.kind, *pair.alone_s, pair.together_s] for pair in self.together],
         }
 
     @classmethod
@@ -101,7 +101,7 @@ def contention_model(measurements: Sequence[ConcurrentTransfers]) -> str:
 
     The strictest that any of them shows, since one model serves the whole plan; link without measurements.
     """
-    sharing = {one.kind for one in measurements if one.delay_ratio >= CONTENTION_THRESHOLD}
+    sharing = {pair.kind for pair in measurements if pair.delay_ratio >= CONTENTION_THRESHOLD}
     if "both ways" in sharing:
         return "half-duplex"
     return "full-duplex" if sharing else "link"
@@ -130,7 +130,7 @@ def pairs_in_use(meshes: Sequence[str], *, loops: bool, skips: bool) -> list[tup
 def choose_probes(
     meshes: Sequence[str], node_of: Mapping[str, str], *, loops: bool, skips: bool
 ) -> list[Probe]:
-    """What to measure: of pairs and of triples of meshes on the same nodes in the same order the first alone."""
+    """The probes of a gang: of pairs and of triples of meshes on the same nodes in the same order only the first."""
     pairs: dict[tuple[str, ...], Probe] = {}
     for first, second in pairs_in_use(meshes, loops=loops, skips=skips):
         pairs.setdefault((node_of[first], node_of[second]), Probe(first, (second,)))
@@ -153,7 +153,7 @@ def network_spec(
 
     A pair that was not measured itself has the costs of the one on the same two nodes, or the slowest.
     """
-    links = [link for one in measured for link in one.links]
+    links = [link for result in measured for link in result.links]
     place = {mesh: index for index, mesh in enumerate(meshes)}
 
     def route(source: str, target: str) -> tuple[str, str, bool]:
@@ -164,7 +164,7 @@ def network_spec(
     directed = [way for first, second in pairs for way in ((first, second), (second, first))]
     default = slowest_link(links)
     return {
-        "contention": contention_model([together for one in measured for together in one.together]),
+        "contention": contention_model([together for result in measured for together in result.together]),
         "bandwidth_bytes_per_s": default.bandwidth_bytes_per_s if default else None,
         "latency_s": default.latency_s if default else 0.0,
         "links": [
@@ -181,7 +181,7 @@ def network_spec(
 
 
 SMALL_BYTES = 4
-LARGE_BYTES = {"cpu": 4 << 20, "cuda": 32 << 20}  # long against what starting a transfer takes
+LARGE_BYTES = {"cpu": 4 << 20, "cuda": 32 << 20}  # long against the time to start a transfer
 SMALL_ROUNDS = 20
 LARGE_ROUNDS = 5
 WARM_UP_ROUNDS = 2
@@ -205,24 +205,24 @@ def probe_groups(topology: Topology) -> dict[str, tuple[int, ...]]:
 
 
 def measure_links(transport: Transport, probes: Sequence[Probe], device: str = "cpu") -> list[ProbeResult]:
-    """What the probes found whose hub this mesh is.
+    """The results of the probes whose hub this mesh is.
 
     Worker 0 of every mesh calls this at the same time with the same probes, which run one after the other,
     so that nothing else moves while one is measured.
     """
-    found = []
+    results = []
     for probe in probes:
         _barrier(transport, device)
         if transport.mesh == probe.hub:
-            found.append(_run_as_hub(transport, probe, device))
+            results.append(_run_as_hub(transport, probe, device))
         elif transport.mesh in probe.peers:
             _run_as_peer(transport, probe, device)
     _barrier(transport, device)
-    return found
+    return results
 
 
 def _probe_flows(probe: Probe) -> list[tuple[Flow, ...]]:
-    """What a probe runs at once, in order: for a pair and for two peers the third of each three is both."""
+    """The flows that a probe runs at once, in order; of each three the third is the first two together."""
     if len(probe.peers) == 1:
         to, back = (SEND_TO, probe.peers[0]), (RECEIVE_FROM, probe.peers[0])
         return [(to,), (back,), (to, back)]
@@ -288,10 +288,10 @@ def _probe_result(
     kinds = _probe_flows(probe)
     if len(probe.peers) == 1:
         latency_s = statistics.median(times[(), SMALL_BYTES]) / 2
-        ways = ((probe.hub, probe.peers[0]), (probe.peers[0], probe.hub))
+        directions = ((probe.hub, probe.peers[0]), (probe.peers[0], probe.hub))
         links = tuple(
-            Link(*way, latency_s, (large - SMALL_BYTES) / moving_s(flows, statistics.median))
-            for way, flows in zip(ways, kinds[:2], strict=True)
+            Link(*direction, latency_s, (large - SMALL_BYTES) / moving_s(flows, statistics.median))
+            for direction, flows in zip(directions, kinds[:2], strict=True)
         )
         names = ("both ways",)
     else:

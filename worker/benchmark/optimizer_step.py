@@ -40,8 +40,8 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 def measure_update(
     make: MakeOptimizer, device: str, clip_grad_norm: float | None, scaling: LossScaling | None = None
 ) -> UpdateCosts:
-    """What one worker alone spends in REDUCE and STEP, by steps of few and many, small and large tensors. With `scaling`
-    (fp16) gradients are scaled back and looked at in REDUCE."""
+    """The costs of REDUCE and STEP on one worker alone, by steps of few and many, small and large tensors. With `scaling`
+    (fp16) gradients are unscaled and checked in REDUCE."""
     few, many, large = (
         _update_seconds(make, device, clip_grad_norm, scaling, tensors=tensors, width=width)
         for tensors, width in (
@@ -108,8 +108,8 @@ def measure_reduce_scatter_all_gather(
     group: str = WORKERS_GROUP,
     workers: int | None = None,
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """As `measure_sum`, of a reduce-scatter and of an all-gather; bytes are those of the whole tensor. The group has so many
-    `workers`, or all."""
+    """(seconds to begin, bytes per second) of a reduce-scatter and of an all-gather, in bytes of the whole tensor, over a
+    group of `workers` (default: all)."""
     workers = workers or transport.topology.size
 
     def scatter(whole: torch.Tensor) -> None:
@@ -123,8 +123,8 @@ def measure_reduce_scatter_all_gather(
 
     each = workers * torch.get_default_dtype().itemsize
     whole_bytes = large_bytes // each * each
-    found = [_latency_and_bandwidth(run, device, whole_bytes, least=workers) for run in (scatter, gather)]
-    return found[0], found[1]
+    costs = [_latency_and_bandwidth(run, device, whole_bytes, least=workers) for run in (scatter, gather)]
+    return costs[0], costs[1]
 
 
 def _latency_and_bandwidth(
@@ -134,19 +134,19 @@ def _latency_and_bandwidth(
     item = torch.get_default_dtype().itemsize
     times: dict[int, list[float]] = {least: [], large_bytes // item: []}
     for _ in range(_WARM_UP + _REPEATS):
-        for count, found in times.items():
+        for count, seconds in times.items():
             tensor = torch.ones(count, device=device)
             each = functools.partial(run, tensor)
-            found.append(_action_seconds(each, device, before=each))
-    small_s, large_s = (statistics.median(found[_WARM_UP:]) for found in times.values())
+            seconds.append(_action_seconds(each, device, before=each))
+    small_s, large_s = (statistics.median(seconds[_WARM_UP:]) for seconds in times.values())
     return small_s, large_bytes / max(large_s - small_s, large_s / 10)
 
 
 def _action_seconds(
     action: Callable[[], Any], device: str, before: Callable[[], Any] = lambda: None, cuda: Any = torch.cuda
 ) -> float:
-    """Seconds of `action`; on CUDA those of the device, between events. What comes `before` is enqueued ahead of them: a
-    sum there has all workers come together, and hides what starting the next takes of the host, as in a step."""
+    """Seconds of `action`; on CUDA of the device, between events. `before` is enqueued ahead of them: an all-reduce there
+    synchronises the workers, and hides the host's time to start the next, as in a step."""
     if device != "cuda":
         started = time.perf_counter()
         action()

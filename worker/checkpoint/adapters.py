@@ -53,7 +53,7 @@ _MERGEABLE_LAYERS = {"Linear": False, "Embedding": True}
 
 @dataclass(frozen=True)
 class LoraDelta:
-    """What adapters add to a tensor: scale * b @ a, or that transposed. `a` and `b` are names of tensors."""
+    """The product that adapters add to a tensor: scale * b @ a, or its transpose; `a` and `b` name tensors."""
 
     a: str
     b: str
@@ -108,7 +108,7 @@ class Adapters:
 
 
 def base_model_name(name: str) -> str | None:
-    """What a tensor of a model of peft is called in the model below, if it may be there."""
+    """The name in the base model of a tensor of a peft model; None where it has none."""
     if not name.startswith(_PEFT_PREFIX):
         return None
     return _WRAPPED_LAYER.sub("", _TRAINED_COPY.sub("", name.removeprefix(_PEFT_PREFIX)))

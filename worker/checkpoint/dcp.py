@@ -76,7 +76,7 @@ class SlotlineReader(StorageReader):
         self._uri, self._values = str(checkpoint_id or self._uri), None
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """What the checkpoint holds."""
+        """The metadata of the checkpoint."""
         return Metadata(
             {name: _storage_metadata(value) for name, value in self._read().items()}, storage_data={}
         )
@@ -113,7 +113,7 @@ class SlotlineReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        """Whether there is a whole Slotline checkpoint."""
+        """True if there is a whole Slotline checkpoint."""
         return bool(checkpoint_format.is_whole_checkpoint(str(checkpoint_id)))
 
     def _read(self) -> dict[str, Any]:

@@ -154,7 +154,7 @@ def shard_names(uri: str) -> dict[str, list[str]]:
 
 
 def is_whole_checkpoint(uri: str) -> bool:
-    """Whether a checkpoint of known format lies at `uri`, with all its files in their sizes; contents are not read."""
+    """True if a checkpoint of known format lies at `uri`, with all files in their sizes; contents are not read."""
     try:
         files, folder = fsspec.core.url_to_fs(uri)
         for shard, size in read_manifest(files, folder, uri)["shards"].items():
@@ -299,7 +299,7 @@ def _remove_older_checkpoints(
 
 
 def _remove_partial_files(files: AbstractFileSystem, folder: str) -> None:
-    """What writers that were killed left in the folder; nobody writes there any more."""
+    """Remove files that killed writers left in the folder; nobody writes there any more."""
     for path in files.ls(folder, detail=False, refresh=True):
         if path.endswith(_PARTIAL_SUFFIX):
             with suppress(FileNotFoundError):

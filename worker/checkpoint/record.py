@@ -69,7 +69,7 @@ def make_record(model: nn.Module) -> ModelRecord:
 
 
 def record_to_state(record: ModelRecord, unused: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What is saved as the shard SHARD: the record, and the tensors that no stage uses."""
+    """The content of the record's shard: the record, and the tensors that no stage uses."""
     return {
         "parameters": {name: t.detach() for name, t in unused.items() if isinstance(t, nn.Parameter)},
         "buffers": {name: t for name, t in unused.items() if not isinstance(t, nn.Parameter)},

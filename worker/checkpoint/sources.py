@@ -33,7 +33,7 @@ _STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model", "module")
 
 @dataclass(frozen=True)
 class TensorShape:
-    """What is known of a tensor before its values are read."""
+    """The shape and type of a tensor, known before its values are read."""
 
     shape: tuple[int, ...]
     floating: bool

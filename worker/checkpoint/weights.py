@@ -48,7 +48,7 @@ class WrittenFile:
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What was written, from which step, and what to tell of it."""
+    """The files of an export, the step that they are from, and notes for people."""
 
     step: int
     uri: str
@@ -228,7 +228,7 @@ def _safetensors_index(parts: Sequence[Sequence[StateDictEntry]], names: Sequenc
 
 
 def _prepare_folder(files: AbstractFileSystem, folder: str, target: str, ours: set[str]) -> None:
-    """What lies there from another model would be read with the new weights."""
+    """Make the folder; refuse it where files of another model would be read with the new weights."""
     if files.isfile(folder):
         raise ExportTargetError(f"{target} is a file: name a folder")
     try:

@@ -21,7 +21,7 @@ _MAX_SHOWN = 8
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Of one worker: checksums of tensors by original name, as told, and of the first samples, read twice."""
+    """Checksums of one worker's tensors by description, and of the first samples, which it reads twice."""
 
     tensors: Mapping[str, str]
     sample: tuple[str, str]
@@ -41,7 +41,7 @@ def named_tensors(stages: Mapping[int, nn.Module]) -> dict[str, torch.Tensor]:
 def checksums(
     own: Mapping[ShardSpec, torch.Tensor], names: Collection[str], cuts: Mapping[str, CutPoints]
 ) -> dict[str, str]:
-    """Of those of a worker's tensors that are told as one of `names`, and of its pieces of those that are cut."""
+    """Checksums of a worker's tensors that are described by one of `names`, and of the pieces of cut ones."""
     found = {}
     for held, tensor in own.items():
         if held.name in cuts:
@@ -55,7 +55,7 @@ def checksums(
 
 
 def replicated_names(workers: Sequence[Collection[ShardSpec]]) -> list[str]:
-    """What more than one of the workers has, as it is told."""
+    """The descriptions of tensors that several workers have."""
     seen: set[str] = set()
     several: set[str] = set()
     for held in workers:

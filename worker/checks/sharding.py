@@ -181,8 +181,11 @@ _TENSOR_PARALLEL_SEED = 0x5A12ED
 
 @dataclass(frozen=True)
 class StageCheckContext:
-    """Where stages run, and how: `worker` is its name for people, `seed` and `share` (its number among those with other
-    samples) what its engine's random numbers follow from, and `sample` the model's inputs."""
+    """The device, precision and inputs with which stages are compared.
+
+    `worker` names the rank in messages, `seed` and `share` (its data-parallel rank) seed its random numbers as its
+    engine does, and `sample` has the model's inputs.
+    """
 
     worker: str
     device: torch.device
@@ -228,7 +231,7 @@ def check_tensor_parallel(
 
 
 def _run_unsharded(stage: StageModule, place: StageCheckContext) -> _StageOutcome | None:
-    """What the whole stage makes; None where there is no room for it."""
+    """The outcome of the whole stage; None where it does not fit into memory."""
     try:
         stage = stage.to(place.device)
         reseed_at_random_ops(stage, RandomState(place.seed, place.share, place.device))

@@ -36,7 +36,7 @@ _SEED = 0x51071
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What one forward and backward made; parameters and buffers (`state`) are as the forward left them."""
+    """The results of one forward and backward; parameters and buffers (`state`) are as the forward left them."""
 
     outputs: tuple[Tensor, ...]
     loss: Tensor
@@ -45,8 +45,9 @@ class _Outcome:
 
 
 def trace_check_bytes(model: nn.Module, traced: TracedModel, device: str) -> int:
-    """What `check_trace` takes at most, beside the model where it is: copies of all parameters, two sets of
-    gradients, and every value of the graph."""
+    """The bytes that `check_trace` takes at most, beside the model where it is: copies of all parameters, two sets
+    of gradients, and every value of the graph.
+    """
     parameters = sum(p.nbytes for p in model.parameters())
     values = [value for value in traced.placed.values.values() if isinstance(value, Tensor)]
     copies = 3 if device == "cpu" else 4
@@ -119,8 +120,10 @@ def check_trace(
 
 @dataclass(frozen=True)
 class _RunContext:
-    """Where both run, on what, and the random calls of both: each begins by its name, since stages make them in the
-    order of layers, and a model in that of its lines."""
+    """The device, inputs and random calls of both runs.
+
+    Each call draws by its name, since stages make them in the order of layers, and a model in that of its lines.
+    """
 
     device: torch.device
     inputs: tuple[Tensor, ...]
@@ -162,8 +165,9 @@ def _model_on_device(model: nn.Module, device: str) -> Iterator[BufferSnapshot]:
 def _run_model(
     model: nn.Module, loss: Loss, place: _RunContext, outputs: Sequence[int]
 ) -> tuple[_Outcome, hazards.ForwardSideEffects, list[str]]:
-    """What the model makes (these `outputs`), what its forward moved, and the autograd functions of a user's own that it
-    called."""
+    """The outcome of the model itself at `outputs`, the side effects of its forward, and the names of custom autograd
+    functions that it called.
+    """
     found: list[hazards.ForwardSideEffects] = []
     with (
         seeded(_SEED),
@@ -209,7 +213,7 @@ def _run_model(
 def _rerun_differs(
     model: nn.Module, place: _RunContext, outputs: Sequence[Tensor], seed: int | None, tolerance: float
 ) -> bool:
-    """Whether a forward with Python's generators at `seed`, all else as before, makes other outputs."""
+    """True if a forward with Python's RNGs at `seed`, all else as before, makes other outputs."""
     with seeded(_SEED), mark_checkpoint_regions(), place.replayed(model):
         if seed is not None:
             hazards.seed_python_rngs(seed)
@@ -230,7 +234,7 @@ def _rerun_differs(
 
 
 def _differentiable_inputs(builder: StageBuilder) -> set[tuple[int, str]]:
-    """Which stage takes a gradient of which of its inputs."""
+    """The inputs of stages that get a gradient, as (stage, name)."""
     return {(edge.target, edge.tensor) for edge in builder.edges() if edge.differentiable}
 
 
@@ -241,8 +245,10 @@ def _run_stages(
     place: _RunContext,
     untouched: Mapping[str, Tensor],
 ) -> _Outcome:
-    """What the stages make: tensors are detached at borders, gradients are summed over users. `untouched` are the
-    buffers of the model, of which the stages may have left out some."""
+    """The outcome of the stages: tensors are detached at borders, gradients are summed over users.
+
+    `untouched` are the buffers of the model, of which the stages may have left out some.
+    """
     values: dict[str, Tensor] = {input_name(k): value.clone() for k, value in enumerate(place.inputs)}
     leaves: list[dict[str, Tensor]] = []
     runs: list[ForwardResult] = []
@@ -290,7 +296,7 @@ def _run_stages(
 def _backward_stages(
     stages: Sequence[StageModule], runs: Sequence[ForwardResult], leaves: Sequence[Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Of every parameter, by original name, summed over the stages that use it."""
+    """The gradient of every parameter, by original name, summed over the stages that use it."""
     found: dict[str, Tensor] = {}
     arrived: dict[str, Tensor] = {}
     for stage, run, own in zip(reversed(stages), reversed(runs), reversed(leaves), strict=True):

@@ -97,7 +97,7 @@ def with_buckets(
 
 
 def is_bucket(instruction: Instruction) -> bool:
-    """Whether it is the REDUCE of a bucket, and not that of all that is left."""
+    """True for the REDUCE of a bucket, false for the final REDUCE of everything left."""
     return instruction.op == "REDUCE" and instruction.lane == REDUCE_LANE
 
 

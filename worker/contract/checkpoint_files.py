@@ -33,8 +33,10 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class SaveSeconds:
-    """How long a save took: training stood still for `blocking`, and the slowest worker's `writing`, which may have
-    gone on beside training."""
+    """The seconds of a save: training stood still for `blocking`; `writing` is the slowest worker's.
+
+    Asynchronous writing goes on beside training.
+    """
 
     blocking: float
     writing: float
@@ -58,12 +60,12 @@ class FoundCheckpoint:
 
 
 def step_uri(uri: str, job: str, step: int) -> str:
-    """Where the checkpoint of `job` after `step` lies below `uri`."""
+    """The URI of the checkpoint of `job` after `step`, below `uri`."""
     return f"{job_uri(uri, job)}/{step_folder_name(step)}"
 
 
 def job_uri(uri: str, job: str) -> str:
-    """Where all checkpoints of `job` lie below `uri`."""
+    """The URI of the folder with all checkpoints of `job`, below `uri`."""
     return f"{uri.rstrip('/')}/{job}"
 
 
@@ -105,7 +107,7 @@ def inspect_checkpoints(
 
 
 def stored_bytes(uri: str, job: str) -> int | None:
-    """What all that `job` has saved below `uri` takes, exports too; None where the storage does not say."""
+    """Bytes of all checkpoints and exports of `job` below `uri`; None where the storage does not say."""
     with suppress(Exception):
         files, folder = fsspec.core.url_to_fs(job_uri(uri, job))
         return sum(one["size"] or 0 for one in files.find(folder, detail=True).values())
@@ -144,8 +146,11 @@ def _parse_step(folder: str) -> int | None:
 
 
 def read_manifest(files: AbstractFileSystem, folder: str, uri: str) -> dict[str, Any]:
-    """What the manifest says; CheckpointError where there is none, or none that can be read, or one of another step
-    than its folder's."""
+    """The manifest of a checkpoint.
+
+    Raises CheckpointError where there is none, where it cannot be read, or where it is of another step than its
+    folder.
+    """
     try:
         manifest = json.loads(files.cat_file(f"{folder}/{MANIFEST}"))
     except (FileNotFoundError, NotADirectoryError):
@@ -290,7 +295,7 @@ def find_exports(uri: str, job: str) -> list[FoundExport]:
 
 
 def is_artifact(name: str) -> bool:
-    """Whether a folder of this name is one that checkpoints or exports make."""
+    """True for the name of a folder that checkpoints or exports make."""
     found = ARTIFACT_NAME.fullmatch(name)
     return found is not None and name in (
         step_folder_name(int(found[2])),

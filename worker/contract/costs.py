@@ -11,10 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from worker.contract.buckets import Gradient, group_into_buckets
+from worker.contract.codec import from_json, to_json
 from worker.contract.profile import PROFILE_FORMAT, CutError, LayerProfile, slowest_profile
 
 # worker/tasks/profile.py reads its request from this variable of the environment, and answers in a line with this mark.
@@ -23,14 +24,14 @@ PROFILE_RESULT_MARK = "SLOTLINE_COSTS "
 
 
 def layer_outgrows_memory(found: Mapping[int, LayerProfile], count: int, least_bytes: int | None) -> bool:
-    """Whether, by the profiles at hand, one layer would keep more than `least_bytes` with only `count` microbatches."""
+    """True if, by the measured profiles, one layer would exceed `least_bytes` with only `count` microbatches."""
     nearest = min(found)
     largest = max((layer.activation_bytes for layer in found[nearest].layers), default=0)
     return least_bytes is not None and largest * nearest / count > least_bytes
 
 
 def min_memory_bytes(memory: Mapping[str, Any]) -> int | None:
-    """What the mesh with the least memory may hold, of a request's `memory`; None where nothing tells."""
+    """The memory limit of the mesh with the least memory, in a request's `memory`; None where it is unknown."""
     return min((one["memory_bytes"] for one in memory["memory"]), default=None)
 
 
@@ -66,14 +67,14 @@ def mesh_profiles_json(
 
 
 def mesh_profile_json(microbatches: int, kind: tuple[int, int], profile: LayerProfile) -> dict[str, Any]:
-    """A profile of meshes of a kind: so many workers, so many of which share matrices."""
+    """The JSON of a profile of meshes of one kind: (workers, tensor-parallel size)."""
     workers, tensor = kind
     shares = {"tensor": tensor} if tensor > 1 else {}
     return {"microbatches": microbatches, "workers": workers, **shares, "profile": profile.to_json()}
 
 
 def costs_digest(spec: Mapping[str, Any]) -> str:
-    """The same for two jobs (JSON of JobSpecs) whose layers, links and memory cost the same where they run.
+    """A digest that is equal for jobs (JSON of JobSpecs) whose layers, links and memory cost the same.
 
     What only planning and the steps read (stages, cut, schedule, microbatches, steps, seed) makes no difference.
     """
@@ -120,13 +121,10 @@ def batch_dimension(
 
 
 def global_shape(shape: Shape, dimension: int | None, workers: int) -> Shape:
-    """The shape of the whole tensor of which each of so many workers has `shape`."""
+    """The shape of the whole tensor, of which each of `workers` ranks has `shape`."""
     if dimension is None:
         return shape
     return (*shape[:dimension], shape[dimension] * workers, *shape[dimension + 1 :])
-
-
-_LINEAR_COST_FIELDS = ("reduce", "step", "norm", "scatter", "gather", "sums", "agree")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +136,11 @@ class LinearCost:
     per_byte_s: float = 0.0
 
     def seconds(self, tensors: int, size_bytes: int) -> float:
-        """How long it takes for so many tensors of so many bytes in all."""
+        """Seconds for `tensors` tensors of `size_bytes` bytes in all."""
         return self.fixed_s + self.per_tensor_s * tensors + self.per_byte_s * size_bytes
 
     def per_shard(self, parts: int) -> LinearCost:
-        """With one of so many parts of every tensor."""
+        """The cost with one of `parts` equal parts of every tensor."""
         return replace(self, per_byte_s=self.per_byte_s / parts)
 
 
@@ -171,15 +169,17 @@ class UpdateCosts:
     tensor: Mapping[str, int] = field(default_factory=dict)
 
     def with_tensor_parallel(self, tensor: Mapping[str, int], between: tuple[float, float]) -> UpdateCosts:
-        """The same where so many workers of the meshes `tensor` share matrices; latency and bandwidth of an all-reduce
-        between them, as measured there."""
+        """The costs where the meshes `tensor` have tensor-parallel groups of these sizes.
+
+        `between` is latency (s) and bandwidth (bytes/s) of an all-reduce in such a group, as measured there.
+        """
         latency_s, speed = between
         return replace(self, agree=LinearCost(latency_s, 0.0, 1.0 / speed), tensor=dict(tensor))
 
     def tensor_parallel_sum_s(self, mesh: str, whole: Sequence[int]) -> float:
-        """What the workers of `mesh` that share matrices sum of gradients of so many bytes, which each of them has whole: a
-        bucket's bytes at a time, and the norm (TensorShare.agree). Where they share the optimizer's state too each has
-        its part."""
+        """Seconds in which a tensor-parallel group of `mesh` sums gradients of the bytes `whole`, which each rank has
+        whole: one bucket at a time, and the norm. Under ZeRO-1 each rank has its part of them.
+        """
         if mesh not in self.tensor:
             return 0.0
         parts = self.shared.get(mesh, 1)
@@ -190,21 +190,24 @@ class UpdateCosts:
     def with_zero1(
         self, shared: Mapping[str, int], scatter: tuple[float, float], gather: tuple[float, float]
     ) -> UpdateCosts:
-        """The same where so many workers of the meshes `shared` share the optimizer's state; latency and bandwidth of a
-        reduce-scatter and of an all-gather, by the bytes of whole parameters, as measured there."""
+        """The costs where the meshes `shared` shard the optimizer's state over these numbers of ranks (ZeRO-1).
+
+        `scatter` and `gather` are latency (s) and bandwidth (bytes of whole parameters/s) of a reduce-scatter and an
+        all-gather, as measured there.
+        """
         scattered, gathered = (
             LinearCost(latency_s, 0.0, 1.0 / speed) for latency_s, speed in (scatter, gather)
         )
         return replace(self, scatter=scattered, gather=gathered, shared=dict(shared))
 
     def collective_cost(self, mesh: str) -> LinearCost | None:
-        """What a sum over the workers of `mesh` takes; None where nothing is summed, or nobody measured it alone."""
+        """The cost of a sum over the workers of `mesh`; None where nothing is summed, or the sum was not measured."""
         if mesh in self.alone or self.sums == LinearCost():
             return None
         return self.scatter if mesh in self.shared else self.sums
 
     def local_reduce_cost(self, mesh: str) -> LinearCost:
-        """What a worker of `mesh` does of REDUCE by itself; with the sums where nobody measured them alone."""
+        """The local part of REDUCE on a worker of `mesh`, sums included where they were not measured alone."""
         whole = self.reduce if self.sums == LinearCost() and mesh not in self.alone else self.norm
         return whole.per_shard(self.shared.get(mesh, 1))
 
@@ -222,7 +225,9 @@ class UpdateCosts:
     def with_all_reduce(
         self, latency_s: float, bandwidth_bytes_per_s: float, alone: tuple[str, ...] = ()
     ) -> UpdateCosts:
-        """The same with gradients that are summed over the workers of a mesh, as measured there; not in those `alone`."""
+        """The costs with gradients summed over the workers of a mesh by a measured all-reduce; not in the meshes
+        `alone`, which have one worker.
+        """
         whole = LinearCost(
             self.reduce.fixed_s + latency_s,
             self.reduce.per_tensor_s,
@@ -233,25 +238,19 @@ class UpdateCosts:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `from_json` is its inverse."""
-        found = {"reduce": asdict(self.reduce), "step": asdict(self.step)}
+        names = ["reduce", "step"]
         if self.sums != LinearCost():
-            found |= {"norm": asdict(self.norm), "alone": list(self.alone), "sums": asdict(self.sums)}
+            names += ["norm", "alone", "sums"]
         if self.tensor:
-            found |= {"agree": asdict(self.agree), "tensor": dict(self.tensor)}
+            names += ["agree", "tensor"]
         if self.shared:
-            found |= {
-                "scatter": asdict(self.scatter),
-                "gather": asdict(self.gather),
-                "shared": dict(self.shared),
-            }
-        return found
+            names += ["scatter", "gather", "shared"]
+        return {name: to_json(getattr(self, name)) for name in names}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> UpdateCosts:
         """Inverse of `to_json`; what is missing costs nothing."""
-        costs = {name: LinearCost(**data[name]) for name in _LINEAR_COST_FIELDS if data.get(name)}
-        named = {name: dict(data.get(name) or {}) for name in ("shared", "tensor")}
-        return cls(**costs, alone=tuple(data.get("alone") or ()), **named)
+        return from_json(cls, {name: value for name, value in data.items() if value}, ignore_unknown=True)
 
 
 @dataclass(frozen=True, slots=True)

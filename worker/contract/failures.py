@@ -82,7 +82,7 @@ _OUT_OF_MEMORY_TEXTS = (
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether `error`, or what led to it, says that torch found no memory for a tensor."""
+    """True if `error`, or an exception that led to it, is an out-of-memory error of torch."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -105,7 +105,7 @@ def first_cause(failures: list[AttemptFailure]) -> AttemptFailure:
 
 @contextlib.contextmanager
 def attributed_to(reason: Reason) -> Iterator[None]:
-    """What the body raises becomes an AttemptFailure with `reason` and its traceback. Also a decorator.
+    """Turns an exception of the body into an AttemptFailure with `reason` and its traceback. Also a decorator.
 
     A failure that has a reason already keeps it.
     """
@@ -167,7 +167,7 @@ def leave_breadcrumb(action: str) -> None:
 
 
 def read_crash_report(process_id: int) -> CrashReport | None:
-    """What the process of this node left; None where it left nothing."""
+    """The crash report of the process of this node; None where it left none."""
     try:
         content = _breadcrumb_path(process_id).read_bytes()
     except OSError:

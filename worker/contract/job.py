@@ -140,7 +140,7 @@ class Training:
 
     @property
     def compiling_s(self) -> float:
-        """What a worker may take for compiling its layers, and again for its stages (worker/compiled/)."""
+        """Seconds that a worker may take to compile its layers, and again to compile its stages."""
         return self.compile_limit_s if self.compile else 0.0
 
 
@@ -180,9 +180,11 @@ class Resources:
 
 @dataclass(frozen=True)
 class CheckpointPolicy:
-    """Where checkpoints go, how often, and how many of them stay: the newest `keep`, and those of every `keep_every`-th
-    step (a multiple of `every_steps`); `asynchronous`: they are written beside training,
-    where a copy of the state fits."""
+    """The place, frequency and retention of checkpoints.
+
+    The newest `keep` stay, and those of every `keep_every`-th step (a multiple of `every_steps`). `asynchronous`: they
+    are written beside training, where a copy of the state fits.
+    """
 
     uri: str
     every_steps: int = 50
@@ -193,7 +195,7 @@ class CheckpointPolicy:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """On what data and how often a job is evaluated: every so many steps, and before the first with `at_start`.
+    """The data and frequency of evaluation: every `every_steps` steps, and before the first with `at_start`.
 
     `steps` batches of training.global_batch samples, null for all of the data; `keep_best` and `patience` go by
     `metric`, of which `mode` (min, max) says what is better: null is min, which only the loss may leave open.
@@ -234,7 +236,7 @@ class Job:
 
     @property
     def meshes(self) -> int:
-        """How many meshes the job's gang has."""
+        """The number of meshes of the job's gang."""
         if self.resources.meshes is not None:
             return self.resources.meshes
         if self.pipeline.stages == AUTO:
@@ -248,21 +250,21 @@ class Job:
 
     @property
     def tensors(self) -> tuple[int, ...]:
-        """Of each mesh, how many of its workers share matrices."""
+        """The tensor-parallel size of each mesh."""
         return self.resources.tensors or (self.resources.tensor,) * self.meshes
 
     def tp_size(self, mesh: str) -> int:
-        """How many workers of `mesh` share matrices."""
+        """The tensor-parallel size of `mesh`."""
         return self.tensors[int(mesh[1:])]
 
     @property
     def dp_sizes(self) -> tuple[int, ...]:
-        """Of each mesh, among how many of its workers a microbatch is dealt."""
+        """The data-parallel size of each mesh."""
         return tuple(size // tensor for size, tensor in zip(self.mesh_sizes, self.tensors, strict=True))
 
     @property
     def heterogeneous(self) -> bool:
-        """Whether worker w of one mesh may have something else than worker w of another."""
+        """True if rank w of one mesh may hold another shard than rank w of another mesh."""
         return self.resources.workers is not None or self.resources.tensors is not None
 
     @property
@@ -280,8 +282,7 @@ class Job:
 
     @property
     def max_dp_size(self) -> int:
-        """Among how many workers of a mesh, at most, a microbatch is dealt: those that share matrices have the same
-        samples."""
+        """The largest data-parallel size of a mesh; ranks of one tensor-parallel group have the same samples."""
         return max(self.dp_sizes)
 
     @classmethod
@@ -304,7 +305,7 @@ def _parse_section(cls: type[Section], data: Any, where: str) -> Section:
 
 
 def _parse_value(wanted: Any, value: Any, where: str) -> Any:
-    """`value` as the type `wanted`, which is one of those that the fields above have."""
+    """Parse `value` as the type `wanted`, one of the types of the fields above; ValueError names `where`."""
     choices = typing.get_args(wanted) if typing.get_origin(wanted) is types.UnionType else (wanted,)
     for choice in choices:
         if is_dataclass(choice) and isinstance(value, Mapping):
@@ -393,10 +394,10 @@ def stage_counts(job: Job, layers: int) -> tuple[int, ...]:
 
 
 def may_interleave(job: Job) -> bool:
-    """Whether some mesh may hold several stages, so that the last mesh sends to the first."""
+    """True if a mesh may hold several stages, so that the last mesh sends to the first."""
     return job.meshes < (stage_counts(job, MAX_STAGES_PER_MESH * job.meshes)[-1])
 
 
 def placement_group_name(attempt_id: str) -> str:
-    """What the placement group of an attempt is called in the whole cluster."""
+    """The name of an attempt's placement group, unique in the cluster."""
     return f"slotline-{attempt_id}"

@@ -3,8 +3,9 @@
 Instructions are counted by their place in a mesh's program; slots name their stage. Slots of gradient buckets
 share one key a stage and come in the order of their lane. After an out-of-memory attempt
 `corrected_activation_factor` raises profiled activations by at least a quarter, with limits on each step and in
-all, so that the next plan differs but no mistake in the memory model makes all plans impossible. Pure values,
-light: no torch.
+all, so that the next plan differs but no mistake in the memory model makes all plans impossible. A saved plan
+carries the ModelSignature of its model, with which a driver compares its own before using it. Pure values, light:
+no torch.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from worker.contract.codec import from_json, to_json
 from worker.contract.costs import MeshUpdate
-from worker.contract.model_signature import ModelSignature
+from worker.contract.profile import LayerProfile
 from worker.contract.program import Program, program_from_json
 from worker.contract.resharding import ReshardingPlan
 
@@ -57,11 +59,11 @@ class MeshProgram:
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """What the control plane answered: JSON of a PipelineSpec and a Plan, the layers that begin stages, and
-    of each mesh what REDUCE and STEP take behind the makespan.
+    """The control plane's plan of a job: JSON of a PipelineSpec and a Plan, and the layers that begin stages.
 
-    `slowdown` is how many times as long as alone actions take by it, where workers share processor cores;
-    `reshardings` are the transfers that do not go in pairs of workers, by edge and whether they are of gradients.
+    `update` has the seconds of each mesh's REDUCE and STEP behind the makespan. `slowdown` is how many times as long as
+    alone actions take by the plan, where workers share processor cores; `reshardings` are the transfers that do not go
+    in pairs of workers, by edge and whether they are of gradients.
     """
 
     stage_starts: tuple[str, ...]
@@ -78,7 +80,7 @@ class PlannedJob:
 
     @property
     def provenance(self) -> str:
-        """What to tell of where it comes from."""
+        """The origin of the plan, for people; empty where it was made for this job."""
         return "" if self.saved_plan is None else f" as the plan {self.saved_plan!r} has it"
 
     @property
@@ -126,7 +128,7 @@ def parse_planned_job(answer: Mapping[str, Any]) -> PlannedJob:
         stage_starts=tuple(answer["begins"]),
         spec=answer["spec"],
         plan=answer["plan"],
-        update=tuple(MeshUpdate(**one) for one in answer.get("update") or ()),
+        update=tuple(from_json(MeshUpdate, one) for one in answer.get("update") or ()),
         slowdown=answer.get("slowdown", 1.0),
         update_s=answer.get("update_s"),
         reshardings=parse_reshardings(answer),
@@ -192,7 +194,7 @@ def planned_seconds(
 
 
 def planned_starts(plan: Mapping[str, Any], stage_names: Sequence[str]) -> dict[str, list[float | None]]:
-    """When every instruction of every mesh's program starts by the plan (None for REDUCE and STEP)."""
+    """The planned start of every instruction of every mesh's program; None for REDUCE and STEP."""
     slots = _slots_of_instructions(plan, stage_names)
     return {mesh: [None if s is None else s["start_s"] for s in found] for mesh, found in slots.items()}
 
@@ -228,7 +230,7 @@ MAX_TOTAL_CORRECTION = 8.0
 
 
 def static_bytes_by_mesh(spec: Mapping[str, Any]) -> dict[str, int]:
-    """What the stages of every mesh always hold, by the JSON of a PipelineSpec."""
+    """The bytes that the stages of each mesh always hold, by the JSON of a PipelineSpec."""
     total = {mesh["name"]: 0 for mesh in spec["meshes"]}
     for stage in spec["stages"]:
         total[stage["mesh"]] += stage.get("static_bytes", 0)
@@ -262,3 +264,76 @@ def corrected_activation_factor(
     return min(
         before * min(max(found, MIN_ACTIVATION_CORRECTION), MAX_ACTIVATION_CORRECTION), MAX_TOTAL_CORRECTION
     )
+
+
+@dataclass(frozen=True)
+class LayerSignature:
+    """A layer, and the bytes of the parameters that it uses, by original name."""
+
+    name: str
+    parameters: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class EdgeSignature:
+    """A tensor that layer `source` makes and layer `target` uses, as one microbatch of it travels."""
+
+    source: int
+    target: int
+    tensor: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class ModelSignature:
+    """Layers in execution order, and the tensors between them by source, target and order of production."""
+
+    layers: tuple[LayerSignature, ...]
+    edges: tuple[EdgeSignature, ...]
+
+    @classmethod
+    def of_profile(cls, profile: LayerProfile, *, whole: bool = True) -> ModelSignature:
+        """The signature of measured layers; not `whole`: of tensor-parallel ranks, without their parameters."""
+        sizes = profile.parameter_sizes
+        return cls(
+            tuple(
+                LayerSignature(layer.name, {name: sizes[name] for name in layer.parameters if whole})
+                for layer in profile.layers
+            ),
+            tuple(EdgeSignature(edge.source, edge.target, edge.tensor, edge.bytes) for edge in profile.edges),
+        )
+
+    def difference(self, wanted: ModelSignature) -> str | None:
+        """The first thing in which this is not as it was `wanted`, in words; None where all is."""
+        if len(self.layers) != len(wanted.layers):
+            return f"the model has {len(self.layers)} layers, and not {len(wanted.layers)}"
+        for number, (layer, other) in enumerate(zip(self.layers, wanted.layers, strict=True)):
+            if layer.name != other.name:
+                return f"layer {number} is {layer.name}, and not {other.name}"
+            if dict(layer.parameters) != dict(other.parameters):
+                return f"layer {layer.name} has {_describe_parameters(layer)}, and not {_describe_parameters(other)}"
+        if len(self.edges) != len(wanted.edges):
+            return f"{len(self.edges)} tensors travel between layers, and not {len(wanted.edges)}"
+        for edge, other in zip(self.edges, wanted.edges, strict=True):
+            if edge != other:
+                return f"{self._describe_edge(edge)} travels between layers, and not {wanted._describe_edge(other)}"
+        return None
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object; `from_json` is its inverse."""
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ModelSignature:
+        """Inverse of `to_json`."""
+        return from_json(cls, data, ignore_unknown=True)
+
+    def _describe_edge(self, edge: EdgeSignature) -> str:
+        ends = f"{self.layers[edge.source].name} to {self.layers[edge.target].name}"
+        return f"{edge.tensor} of {edge.bytes} bytes from {ends}"
+
+
+def _describe_parameters(layer: LayerSignature) -> str:
+    named = ", ".join(f"{name} ({size} bytes)" for name, size in sorted(layer.parameters.items())[:4])
+    more = len(layer.parameters) - 4
+    return (named or "no parameters") + (f" and {more} more" if more > 0 else "")

@@ -10,8 +10,10 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from worker.contract.codec import OMIT_EMPTY, from_json, to_json
 
 
 class ModelError(ValueError):
@@ -36,8 +38,10 @@ LatencyBandwidth = tuple[float, float]
 
 @dataclass(frozen=True)
 class CollectiveCost:
-    """Of an all-reduce; and of a reduce-scatter and an all-gather, each of which moves half as much, where they were
-    measured."""
+    """The cost of an all-reduce; and of a reduce-scatter and an all-gather, where they were measured.
+
+    Each of these moves half as much as an all-reduce.
+    """
 
     reduce: LatencyBandwidth
     scatter: LatencyBandwidth | None = None
@@ -51,8 +55,9 @@ class CollectiveCost:
 
 @dataclass(frozen=True)
 class MeshCollectiveCosts:
-    """Of one mesh: `data` between workers that have other samples, `tensor` between those that share matrices; None where
-    there are no two."""
+    """The collective costs of one mesh, of its data-parallel (`data`) and tensor-parallel (`tensor`) groups; None
+    for a group of one rank.
+    """
 
     data: CollectiveCost | None = None
     tensor: CollectiveCost | None = None
@@ -105,14 +110,14 @@ class LayerCost:
     cast_bytes: int = 0
     flops: int | None = None
     sums: tuple[tuple[str, str, int, int], ...] = ()
-    norm_sums: tuple[tuple[str, int, int], ...] = ()
+    norm_sums: tuple[tuple[str, int, int], ...] = field(default=(), metadata=OMIT_EMPTY)
 
     def with_tensor_parallel_sums(self, between: CollectiveCost) -> LayerCost:
-        """The same with `sums` made part of its times, each as long as measured between these workers."""
+        """The cost with `sums` made part of its times, each as long as measured between these ranks."""
         return replace(self._with_collectives(self.sums, between), sums=())
 
     def with_sync_batch_norm_sums(self, between: CollectiveCost) -> LayerCost:
-        """The same with `norm_sums` made part of its times."""
+        """The cost with `norm_sums` made part of its times."""
         sums = [(name, "reduce", count, size) for name, count, size in self.norm_sums]
         return replace(self._with_collectives(sums, between), norm_sums=())
 
@@ -128,7 +133,7 @@ class LayerCost:
 
     @property
     def whole_backward_s(self) -> float:
-        """How long a backward in one piece takes."""
+        """Seconds of a backward in one piece."""
         split_s = self.backward_input_s + self.backward_weight_s
         return split_s if self.backward_s is None else self.backward_s
 
@@ -161,19 +166,19 @@ class LayerEdge:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """What an optimizer keeps of trained parameters: so many bytes for each of their bytes, and for each tensor."""
+    """The state that an optimizer keeps of trained parameters: bytes for each of their bytes, and for each tensor."""
 
     bytes_per_parameter_byte: float = 0.0
     bytes_per_tensor: int = 0
 
     def on(self, mesh: str) -> OptimizerState:
-        """What one worker of `mesh` keeps."""
+        """The state that one worker of `mesh` keeps."""
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class Zero1OptimizerState(OptimizerState):
-    """That of an optimizer whose state some meshes share among so many `workers`: each keeps its part."""
+    """The state of an optimizer that some meshes shard (ZeRO-1) over `workers` ranks each."""
 
     workers: Mapping[str, int] = field(default_factory=dict)
 
@@ -203,8 +208,8 @@ class LayerProfile:
     updated_buffers: frozenset[str] = frozenset()
     checkpointed: frozenset[str] = frozenset()
     activation_factor: float = 1.0
-    compiled: frozenset[str] = frozenset()
-    split_parameters: frozenset[str] = frozenset()
+    compiled: frozenset[str] = field(default=frozenset(), metadata=OMIT_EMPTY)
+    split_parameters: frozenset[str] = field(default=frozenset(), metadata=OMIT_EMPTY)
 
     def static_bytes(self, first: int, end: int, optimizer: OptimizerState) -> int:
         """Bytes that a stage of the layers first..end-1 always holds: parameters, those of their gradients,
@@ -226,7 +231,7 @@ class LayerProfile:
         )
 
     def corrected(self) -> LayerProfile:
-        """The same with `activation_factor` made part of the layers' bytes."""
+        """The profile with `activation_factor` made part of the layers' bytes."""
 
         def more(size: int) -> int:
             return math.ceil(size * self.activation_factor)
@@ -242,62 +247,26 @@ class LayerProfile:
         return replace(self, layers=tuple(layers), activation_factor=1.0)
 
     def with_tensor_parallel_sums(self, between: CollectiveCost) -> LayerProfile:
-        """The same with what workers that share matrices sum made part of the layers' times."""
+        """The profile with tensor-parallel sums made part of the layers' times."""
         return replace(self, layers=tuple(layer.with_tensor_parallel_sums(between) for layer in self.layers))
 
     def with_sync_batch_norm_sums(self, between: CollectiveCost) -> LayerProfile:
-        """The same with what batch norms sum over the workers of a mesh made part of the layers' times."""
+        """The profile with the sums of synchronized batch norms made part of the layers' times."""
         return replace(self, layers=tuple(layer.with_sync_batch_norm_sums(between) for layer in self.layers))
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `from_json` is its inverse."""
-        out = asdict(self)
-        out["layers"] = [
-            {**layer, "parameters": list(layer["parameters"]), "buffers": list(layer["buffers"])}
-            for layer in out["layers"]
-        ]
-        for layer in out["layers"]:
-            if not layer["norm_sums"]:
-                del layer["norm_sums"]
-        sets = ("updated_buffers", "checkpointed", "compiled", "split_parameters")
-        out |= {name: sorted(out[name]) for name in sets}
-        for name in ("compiled", "split_parameters"):
-            if not out[name]:
-                del out[name]  # which a control plane of before it need not know
-        return {**out, "edges": list(out["edges"]), "frozen_parameters": list(self.frozen_parameters)}
+        return to_json(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> LayerProfile:
         """Inverse of `to_json`; raises ValueError naming a missing or unknown field."""
-        top = _check_fields(cls, data)
-        layers = [_check_fields(LayerCost, item) for item in top["layers"]]
+        profile = from_json(cls, data)
         for field_name, sizes in (("parameters", "parameter_sizes"), ("buffers", "buffer_sizes")):
-            known = top.get(sizes, {})
-            if lost := sorted({n for layer in layers for n in layer.get(field_name, ())} - set(known)):
+            used = {name for layer in profile.layers for name in getattr(layer, field_name)}
+            if lost := sorted(used - set(getattr(profile, sizes))):
                 raise ValueError(f"LayerProfile's {sizes} lack {', '.join(lost)}, which its layers use")
-        return cls(
-            **{
-                **top,
-                "layers": tuple(
-                    LayerCost(
-                        **{
-                            **layer,
-                            "parameters": tuple(layer.get("parameters", ())),
-                            "buffers": tuple(layer.get("buffers", ())),
-                            "sums": tuple(tuple(one) for one in layer.get("sums", ())),
-                            "norm_sums": tuple(tuple(one) for one in layer.get("norm_sums", ())),
-                        }
-                    )
-                    for layer in layers
-                ),
-                "frozen_parameters": tuple(top.get("frozen_parameters", ())),
-                "updated_buffers": frozenset(top.get("updated_buffers", ())),
-                "checkpointed": frozenset(top.get("checkpointed", ())),
-                "compiled": frozenset(top.get("compiled", ())),
-                "split_parameters": frozenset(top.get("split_parameters", ())),
-                "edges": tuple(_parse_edge(_check_fields(LayerEdge, item)) for item in top["edges"]),
-            }
-        )
+        return profile
 
 
 def mean_profile(profiles: Sequence[LayerProfile]) -> LayerProfile:
@@ -322,7 +291,7 @@ def mean_profile(profiles: Sequence[LayerProfile]) -> LayerProfile:
 
 
 def slowest_profile(profiles: Sequence[LayerProfile]) -> LayerProfile:
-    """Of one model's profiles on several kinds of accelerators the one whose layers take longest in sum.
+    """The profile whose layers take longest in sum, of one model's profiles on several kinds of accelerators.
 
     Stages are cut before it is known which kind runs which: a plan with these times is late nowhere. The
     largest correction of activations goes with it. Raises ValueError when the layers differ.
@@ -380,20 +349,3 @@ def _find_layer(layers: Sequence[str], name: str) -> int:
             return index
     near = difflib.get_close_matches(name, layers, n=3) or list(layers[:8])
     raise CutError(f"cut name {name!r} is no module that may begin a stage: did you mean {', '.join(near)}?")
-
-
-def _parse_edge(data: Mapping[str, Any]) -> LayerEdge:
-    shape = data.get("shape")
-    return LayerEdge(**{**data, "shape": None if shape is None else tuple(shape)})
-
-
-def _check_fields(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    known = {one.name for one in fields(cls)}
-    if unknown := sorted(set(data) - known):
-        raise ValueError(
-            f"{cls.__name__} has unknown fields {', '.join(unknown)}; known: {', '.join(sorted(known))}"
-        )
-    required = {one.name for one in fields(cls) if one.default is MISSING and one.default_factory is MISSING}
-    if missing := sorted(required - set(data)):
-        raise ValueError(f"{cls.__name__} lacks {', '.join(missing)}")
-    return dict(data)

@@ -8,8 +8,10 @@ runs it and returns MeasuredSlots, the driver reads those. Light on purpose: no 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
+
+from worker.contract.codec import from_json, to_json
 
 COMPUTE_LANE = "compute"
 COMPUTE_OPS = ("F", "B", "I", "W")
@@ -61,19 +63,12 @@ class Instruction:
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object of DESIGN section 6."""
-        out: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        out["wait"] = list(self.wait)
-        return out
+        return to_json(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Instruction:
-        """Inverse of `to_json`; raises ValueError naming a field that does not exist."""
-        names = {f.name for f in fields(cls)}
-        if unknown := sorted(set(data) - names):
-            raise ValueError(
-                f"instruction has unknown fields {', '.join(unknown)}; known: {', '.join(sorted(names))}"
-            )
-        return cls(**{**data, "wait": tuple(data.get("wait", ()))})
+        """Inverse of `to_json`; raises ValueError naming an unknown or missing field."""
+        return from_json(cls, data, label="instruction")
 
 
 Program = tuple[Instruction, ...]
@@ -99,7 +94,7 @@ class MeasuredSlot:
     end_s: float
 
     def at(self, start_s: float, end_s: float) -> MeasuredSlot:
-        """The same at other times (dataclasses.replace takes four times as long, and steps have thousands)."""
+        """The slot at other times (dataclasses.replace takes four times as long, and steps have thousands)."""
         return MeasuredSlot(
             self.lane,
             self.action,

@@ -22,7 +22,7 @@ class UnknownReasonError(ValueError):
 
 
 class Cause(StrEnum):
-    """Who is to blame for a failed attempt; each has its own number of retries."""
+    """The party responsible for a failed attempt; each cause has its own number of retries."""
 
     INFRASTRUCTURE = "infrastructure"
     USER = "user"
@@ -130,7 +130,7 @@ class Reason(StrEnum):
 
 
 def cause_of(code: str | None) -> Cause:
-    """Who is to blame for an attempt that failed with this code; infrastructure where no code says."""
+    """The cause of an attempt that failed with this code; infrastructure for no code."""
     reason = Reason.INTERNAL if code is None else Reason.parse(code)
     return reason.cause or Cause.INFRASTRUCTURE
 

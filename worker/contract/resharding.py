@@ -79,18 +79,18 @@ class ReshardingPlan:
         return tuple(sorted({(message.sender, message.receiver) for message in self.messages}))
 
     def box(self, worker: str) -> Box:
-        """What `worker` holds before or after."""
+        """The box of `worker` before or after."""
         return self.sources[worker] if worker in self.sources else self.targets[worker]
 
     def elements(self, tile: int) -> int:
         return math.prod(end - begin for begin, end in self.tiles[tile])
 
     def holds(self, worker: str, tile: int) -> bool:
-        """Whether `worker` has the whole tile from the start."""
+        """True if `worker` has the whole tile from the start."""
         return worker in self.sources and _inside(self.tiles[tile], self.sources[worker])
 
     def needs(self, worker: str, tile: int) -> bool:
-        """Whether the tile is a part of what `worker` has in the end."""
+        """True if `worker` has the tile in the end."""
         return worker in self.targets and _inside(self.tiles[tile], self.targets[worker])
 
     def _check(self, message: Message) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
+
+from worker.contract.codec import from_json, to_json
 
 
 def task_result(output: str, mark: str) -> dict[str, Any] | None:
@@ -46,8 +48,11 @@ class RemovalRequest:
 
 @dataclass(frozen=True)
 class RemovalResult:
-    """The folders that are gone now and were there before, those that stay and why, the steps of the whole checkpoints
-    that are left, and bytes: how many were freed, and how many all checkpoints still hold."""
+    """The outcome of a removal.
+
+    `removed` are folders that were deleted, `refused` folders that stay, with the reason; `left` the steps of whole
+    checkpoints that remain. `freed_bytes` were freed, and all checkpoints still hold `left_bytes`.
+    """
 
     removed: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -59,21 +64,16 @@ class RemovalResult:
 
 def removal_requests_json(requests: Sequence[RemovalRequest]) -> str:
     """For the variable of the environment."""
-    return json.dumps([asdict(one) for one in requests])
+    return json.dumps(to_json(requests))
 
 
 def removal_requests_from_json(text: str) -> list[RemovalRequest]:
     """Inverse of `removal_requests_json`."""
-    return [
-        RemovalRequest(
-            one["uri"], one["job"], None if one["folders"] is None else tuple(one["folders"]), one["in_use"]
-        )
-        for one in json.loads(text)
-    ]
+    return [from_json(RemovalRequest, request, ignore_unknown=True) for request in json.loads(text)]
 
 
 def read_removal_results(output: str) -> list[RemovalResult] | None:
-    """What was deleted, one for each request; None where the process has not come to its end."""
+    """The results of a removal, one for each request; None where the process has not come to its end."""
     answer = task_result(output, REMOVAL_RESULT_MARK)
     if answer is None:
         return None
@@ -81,8 +81,8 @@ def read_removal_results(output: str) -> list[RemovalResult] | None:
 
 
 def removal_result_from_json(data: Mapping[str, Any]) -> RemovalResult:
-    """A Removed from its JSON."""
-    return RemovalResult(**{**data, "removed": tuple(data["removed"]), "left": tuple(data["left"])})
+    """A RemovalResult from its JSON object."""
+    return from_json(RemovalResult, data)
 
 
 EXPORT_REQUEST_VARIABLE = "SLOTLINE_EXPORT"
@@ -110,18 +110,18 @@ class ExportRequest:
 
     def to_json(self) -> str:
         """For the variable of the environment; `from_json` is its inverse."""
-        return json.dumps(asdict(self))
+        return json.dumps(to_json(self))
 
     @classmethod
     def from_json(cls, text: str) -> ExportRequest:
         """Inverse of `to_json`."""
-        return cls(**json.loads(text))
+        return from_json(cls, json.loads(text))
 
 
 def read_export_result(output: str) -> Mapping[str, Any] | None:
-    """What an export found, in its output: JSON of an Exported; None where it has not come to its end.
+    """The JSON of an ExportResult in the output of an export; None where the process has not come to its end.
 
-    Raises ExportFailedError with what it says of its failure.
+    Raises ExportFailedError with the export's own message where it failed.
     """
     answer = task_result(output, EXPORT_RESULT_MARK)
     if answer is not None and "failed" in answer:

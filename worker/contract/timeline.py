@@ -104,7 +104,7 @@ def merge_intervals(intervals: list[Interval]) -> list[Interval]:
 
 
 def overlap_s(ones: Sequence[Interval], others: Sequence[Interval]) -> float:
-    """How long both run; each is disjoint and in ascending order, so that one look at each is enough."""
+    """Seconds in which both run; each sequence is disjoint and ascending."""
     total, a, b = 0.0, 0, 0
     while a < len(ones) and b < len(others):
         (start, end), (other_start, other_end) = ones[a], others[b]

@@ -49,7 +49,7 @@ def parse_protocol(said: object) -> int:
 
 
 def driver_too_old_message(said: object) -> str | None:
-    """What a control plane tells a driver that it cannot understand; None for one that it can."""
+    """The message that refuses a driver of an older protocol; None for a driver that is new enough."""
     if (protocol := parse_protocol(said)) >= OLDEST_DRIVER_PROTOCOL:
         return None
     return (
@@ -59,7 +59,7 @@ def driver_too_old_message(said: object) -> str | None:
 
 
 def control_plane_too_old_message(said: object) -> str | None:
-    """What a driver says under a control plane that cannot understand it; None under one that can."""
+    """The message that refuses a control plane of an older protocol; None for one that is new enough."""
     if (protocol := parse_protocol(said)) >= OLDEST_CONTROL_PLANE_PROTOCOL:
         return None
     return (

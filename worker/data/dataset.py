@@ -49,14 +49,14 @@ def make_dataset(data: Data, *, seed: int) -> Any:
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether its samples have no indices, but come one after the other."""
+    """True for data without indices, whose samples come one after the other."""
     if isinstance(dataset, IterableDataset):  # of a class that has __getitem__, which raises
         return True
     return not _is_map_style(dataset) and (hasattr(dataset, "__iter__") or isinstance(dataset, Iterator))
 
 
 def select_fields(sample: Any, data: Data) -> Any:
-    """Of a sample that is a dict the fields of `data.columns`, under the names that the model has for them."""
+    """Select the fields of `data.columns` of a sample that is a dict, under the names that the model has for them."""
     if data.columns is None:
         return sample
     if not isinstance(sample, Mapping):
@@ -157,7 +157,7 @@ class SampleOrder:
 
 
 class Source(Protocol):
-    """Where samples come from."""
+    """A source of samples, indexed or a stream."""
 
     samples: int | None
     """How many there are; None where only the end tells."""
@@ -169,7 +169,7 @@ class Source(Protocol):
         """No more rows of this step are wanted."""
 
     def place(self, step: int) -> dict[str, Any] | None:
-        """What a checkpoint keeps of the place where `step` begins; None where that was not come to."""
+        """The position at which `step` begins, for a checkpoint; None where it was not reached."""
 
     def go_to(self, step: int, place: dict[str, Any] | None) -> None:
         """Go on at the begin of `step`, of which `place` is what a checkpoint kept."""

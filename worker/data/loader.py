@@ -67,7 +67,7 @@ class LoaderProcesses:
             raise RuntimeError(f"the processes ended before {self._key_text(step, microbatch)}") from None
 
     def place(self, step: int) -> Mapping[str, Any] | None:
-        """What a checkpoint keeps of where `step` begins."""
+        """The position at which `step` begins, for a checkpoint."""
         if not self._is_stream:
             return None
         return next((place for at, place in reversed(self._places) if at == step), None)
@@ -80,13 +80,13 @@ class LoaderProcesses:
             self._places.append((step, place))
 
     def reading(self) -> str:
-        """Which processes are to read what."""
+        """Assigns steps and microbatches to the processes that read them."""
         names = ", ".join(str(process.pid) for process in self._processes())
         asked = "nothing" if self._asked is None else self._key_text(*self._asked)
         return f"loader process {names or 'not started'} reads {asked}"
 
     def close(self) -> None:
-        """End the processes, also those that hang."""
+        """End all processes, hanging ones too."""
         self._closed = True
         for process in self._processes():
             process.kill()
@@ -159,7 +159,7 @@ class LoaderProcesses:
 
 @dataclass(frozen=True)
 class _LoaderWork:
-    """What the processes of a worker read; sent to them as it is."""
+    """The work of the loader processes of a worker, as it is sent to them."""
 
     order: SampleOrder
     own_loss: bool

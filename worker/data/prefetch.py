@@ -28,7 +28,7 @@ class ReadTooSlowError(RuntimeError):
 
 @dataclass(frozen=True)
 class _PrefetchedBatch(Generic[Batch]):
-    """What reading a step gave: a batch, or what it raised."""
+    """The result of reading a step: a batch, or the error."""
 
     step: int
     batch: Batch | None
@@ -67,7 +67,7 @@ class Prefetcher(Generic[Batch]):
         self._thread: threading.Thread | None = None
 
     def take(self, step: int, *, keep: bool = False, limit_s: float | None = None) -> Batch:
-        """What `read(step)` returns, or raises. ReadTooSlowError after `limit_s`, that of all calls where it is None.
+        """The result of `read(step)`, or its error. ReadTooSlowError after `limit_s`; None takes the limit of all calls.
 
         Whatever was read for other steps is dropped when they are not asked for in order. With `keep` the next call
         has the same again.

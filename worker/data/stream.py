@@ -33,7 +33,7 @@ class DataEndedError(AttemptFailure):
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """Where a stream stands: `position` samples were given in all, `within` of them in this epoch.
+    """The position of a stream: `position` samples were given in all, `within` of them in this epoch.
 
     `state` is what the data set tells of itself (torch's convention `state_dict`), None where it tells nothing;
     `following` a checksum of the next sample, None where there is none.
@@ -46,7 +46,7 @@ class StreamPosition:
     following: str | None = None
 
     def to_state(self) -> dict[str, Any]:
-        """As a part of a checkpoint: numbers, texts and a tensor."""
+        """The position as a checkpoint keeps it: numbers, strings and a tensor."""
         state = torch.frombuffer(bytearray(self.state), dtype=torch.uint8) if self.state else None
         return {
             "position": self.position,
@@ -93,7 +93,7 @@ class Stream:
 
     @property
     def position(self) -> int:
-        """How many samples were taken."""
+        """The number of samples that were taken."""
         return self._position
 
     def take(self, count: int) -> list[Any]:
@@ -101,7 +101,7 @@ class Stream:
         return [self._next() for _ in range(count)]
 
     def place(self) -> StreamPosition:
-        """Where the stream stands; reads the next sample, which `take` gives then."""
+        """The position of the stream; reads the next sample, which `take` gives then."""
         if self._place is None or self._place.position != self._position:
             where, state = (self._position, self._epoch, self._within), self._state()
             self._place = StreamPosition(*where, state, self._next_checksum())
@@ -126,7 +126,7 @@ class Stream:
 
     @property
     def can_set_epoch(self) -> bool:
-        """Whether an epoch's samples can be had without those of the epochs before."""
+        """True if an epoch's samples can be had without those of the epochs before."""
         return hasattr(self._dataset, "set_epoch")
 
     def _restart(self) -> None:
@@ -194,7 +194,7 @@ class Stream:
         )
 
     def _state(self) -> bytes | None:
-        """What iterator or data set tell of where they stand; None where they tell nothing, or at the start."""
+        """The state of the iterator or the data set; None where neither has one, or at the start."""
         whose = next((name for name, one in self._stateful_objects() if _has_state_dict(one)), None)
         if whose is None or self._iterator is None or self._peeked or not self._states_can_be_stored:
             return None
@@ -214,7 +214,7 @@ class Stream:
         return content.getvalue()
 
     def _stateful_objects(self) -> tuple[tuple[str, Any], ...]:
-        """What may have a state, in torchdata's order."""
+        """Objects that may have a state, in torchdata's order."""
         return ("iterator", self._iterator), ("data set", self._dataset)
 
     def _restore_state(self, place: StreamPosition) -> bool:

@@ -1,6 +1,6 @@
 """The driver of one attempt, a Ray job (`python -m worker.driver`): gang, planning, steps, checkpoints, reports.
 
 May import every other package of worker but tasks; what one accelerator does is worker/actor, which knows nothing of
-this package. Only control_plane talks to the control plane. control_plane, limits, metrics, slot_metrics, reporter
-and step_record need neither torch nor Ray.
+this package. Only control_plane_client talks to the control plane. control_plane_client, limits, metrics,
+slot_metrics, reporter, step_record and stopping need neither torch nor Ray.
 """

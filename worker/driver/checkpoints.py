@@ -144,7 +144,7 @@ class Checkpoints:
         )
 
     def due(self, step: int, *, last: bool) -> bool:
-        """Whether `after` of this step saves."""
+        """True where `after` of this step saves."""
         return self._policy is not None and (step % self._policy.every_steps == 0 or last)
 
     @attributed_to(Reason.CHECKPOINT_FAILED)

@@ -26,7 +26,7 @@ _LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 class Refused(RuntimeError):
-    """The control plane gave a final answer that is not yes; `status` is the HTTP status."""
+    """The control plane refused a request; `status` is the HTTP status."""
 
     def __init__(self, status: int, detail: str):
         super().__init__(detail)
@@ -35,7 +35,7 @@ class Refused(RuntimeError):
 
     @property
     def final(self) -> bool:
-        """Whether the control plane wants no more of this attempt."""
+        """True where the control plane accepts no more reports of this attempt."""
         return self.status in (401, 409)
 
 
@@ -64,7 +64,7 @@ class ControlPlane:
                 **({"traceparent": traceparent} if traceparent else {}),
             },
             timeout=REQUEST_TIMEOUT_S,
-            trust_env=httpx.URL(url).host not in _LOOPBACK_HOSTS,  # a proxy is for what is elsewhere
+            trust_env=httpx.URL(url).host not in _LOOPBACK_HOSTS,  # a proxy is for other hosts
         )
         self._patience_s = patience_s
         self._mask = mask or SecretMask()
@@ -115,7 +115,7 @@ class ControlPlane:
             kwargs["json"] = self._mask.json(kwargs["json"])
         try:
             response = self._client.request(method, path, **kwargs)
-        except ValueError:  # a number or a text that JSON has no word for
+        except ValueError:  # a number or a text that JSON cannot carry
             if "json" not in kwargs:
                 raise
             response = self._client.request(method, path, **{**kwargs, "json": _json_safe(kwargs["json"])})

@@ -213,11 +213,11 @@ class Evaluations:
             self._evaluate(self._policy, 0)
 
     def due(self, step: int, *, last: bool) -> bool:
-        """Whether `after` of this step evaluates."""
+        """True where `after` of this step evaluates."""
         return self._policy is not None and (step % self._policy.every_steps == 0 or last)
 
     def after(self, step: int, *, last: bool) -> None:
-        """Evaluate when it is time to."""
+        """Evaluate when it is due."""
         if self.due(step, last=last):
             self._evaluate(self._policy, step)
 

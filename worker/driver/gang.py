@@ -74,11 +74,11 @@ class Phase(Enum):
 
     @property
     def stops_at_once(self) -> bool:
-        """Whether a graceful stop interrupts a call; steps and checkpoints are finished first."""
+        """True where a graceful stop interrupts a call; steps and checkpoints are finished first."""
         return self in (Phase.START, Phase.PREPARE, Phase.BENCHMARK, Phase.CHECK)
 
     def limit_s(self, limits: Limits, planned_step_s: float) -> float:
-        """How long a call may take."""
+        """The seconds that a call may take."""
         if self is Phase.STEP:
             return limits.step_s(planned_step_s)
         return {
@@ -128,7 +128,7 @@ class Gang:
         self._limits, self._interruption = limits, interruption
         self._group: PlacementGroup | None = None
         self.planned_step_s = 0.0
-        """How long the plan says that a step takes; sets the limit of calls in Phase.STEP."""
+        """The planned seconds of a step, which set the limit of calls in Phase.STEP."""
         self.meshes: tuple[Mesh, ...] = ()
         self.addresses: tuple[WorkerAddress, ...] = ()
 
@@ -189,7 +189,7 @@ class Gang:
         return options | {"resources": {CPU_RESOURCE: 1}}
 
     def workers_sharing_memory(self, address: WorkerAddress) -> int:
-        """How many workers of the gang have the same memory as the one at `address`, itself included."""
+        """The number of workers of the gang that share the memory of the worker at `address`, itself included."""
         if self._device == "cuda":
             return self._workers_per_gpu
         return sum(other.node_id == address.node_id for other in self.addresses)
@@ -204,7 +204,7 @@ class Gang:
         workers: Sequence[ray.actor.ActorHandle] | None = None,
         **named: Any,
     ) -> list[Any]:
-        """What `method` of every worker (or of `workers`) returns, in order; arguments as in `ask`, errors as in `wait`."""
+        """The results of `method` of every worker (or of `workers`), in order; arguments of `ask`, errors of `wait`."""
         refs = self.ask(method, *arguments, workers=workers, **named)
         return self.wait(refs, phase=phase, what=what, extra_s=extra_s)
 
@@ -300,8 +300,8 @@ class Gang:
         self.stop()
 
     def _failure(self, error: Exception, index: int, what: str) -> AttemptFailure:
-        """Why call `index` of those made together failed; of a worker that is gone, with what it was doing."""
-        lost = getattr(error, "actor_id", None)  # the calls may be those of some workers only
+        """The failure of call `index` of several made together; of a lost worker with its crash report."""
+        lost = getattr(error, "actor_id", None)  # the calls may be of some workers only
         if lost is not None:
             ids = [worker._actor_id.hex() for worker in self.workers]
             index = ids.index(lost) if lost in ids else index
@@ -356,7 +356,7 @@ class Gang:
 
 
 def call_failure(error: Exception, worker: str, what: str) -> AttemptFailure:
-    """Why a call of an actor failed: what it raised, or that `worker` is lost while it did `what`."""
+    """The failure of an actor's call: the error that it raised, or the loss of `worker` during `what`."""
     if isinstance(error, ray.exceptions.RayTaskError):
         cause = error.cause
         return cause if isinstance(cause, AttemptFailure) else as_failure(cause, Reason.INTERNAL)
@@ -368,7 +368,7 @@ def call_failure(error: Exception, worker: str, what: str) -> AttemptFailure:
 
 
 def with_crash_report(failure: AttemptFailure, address: WorkerAddress) -> AttemptFailure:
-    """`failure`, of the worker at `address`, with what its process left; as it is where nothing can be read."""
+    """`failure` of the worker at `address` with the crash report of its process; unchanged where there is none."""
     try:
         strategy = NodeAffinitySchedulingStrategy(address.node_id, soft=False)
         ref = _read_crash_report.options(num_cpus=0, scheduling_strategy=strategy).remote(address.process_id)
@@ -401,7 +401,7 @@ def _read_crash_report(process_id: int) -> CrashReport | None:
 
 @ray.remote(max_retries=0)
 def _kill_processes(process_ids: Sequence[int], grace_s: float) -> list[int]:
-    """Wait until the processes of this node's workers are gone; kill and name those that stay."""
+    """Wait until the processes of this node's workers are gone; kill and return the remaining ones."""
     deadline = time.monotonic() + grace_s
     while time.monotonic() < deadline and any(_is_ray_worker(p) for p in process_ids):
         time.sleep(0.05)
@@ -414,7 +414,7 @@ def _kill_processes(process_ids: Sequence[int], grace_s: float) -> list[int]:
 
 
 def _is_ray_worker(process_id: int) -> bool:
-    """Whether this is still a Ray worker's process (ids are reused, so its command line is looked at)."""
+    """True while this is a Ray worker's process; ids are reused, so its command line is read."""
     try:
         with open(f"/proc/{process_id}/cmdline", "rb") as file:
             command = file.read()

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 class Limits:
     """Every wait of an attempt, in seconds (`slot_factor` multiplies a slot's planned time).
 
-    `profile_every_s` is no wait: after so long the slots of another step are reported and exposed.
+    `profile_every_s` is no wait: after it the slots of another step are reported and exposed.
     """
 
     start_s: float = 120.0
@@ -37,7 +37,7 @@ class Limits:
         return cls(**values)
 
     def step_s(self, makespan_s: float) -> float:
-        """How long a whole step of that planned length may take."""
+        """The limit of a whole step whose plan takes `makespan_s`."""
         return max(self.step_floor_s, self.slot_floor_s + self.slot_factor * makespan_s)
 
 

@@ -401,7 +401,7 @@ class ModelFlops:
 def step_flops(
     workers: Sequence[tuple[str, LayerProfile | None]],
     *,
-    begins: Sequence[str],
+    stage_starts: Sequence[str],
     mesh_of_stage: Sequence[str],
     microbatches: int,
 ) -> int | None:
@@ -414,7 +414,7 @@ def step_flops(
         if profile is None:
             return None
         names = [layer.name for layer in profile.layers]
-        borders = [*(names.index(begin) for begin in begins), len(names)]
+        borders = [*(names.index(start) for start in stage_starts), len(names)]
         for stage, other in enumerate(mesh_of_stage):
             for layer in profile.layers[borders[stage] : borders[stage + 1]] if other == mesh else ():
                 if layer.flops is None:

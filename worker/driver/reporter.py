@@ -58,9 +58,8 @@ class _PendingReport:
 class Reporter:
     """Sends what is added, in order, at least every `heartbeat_s`; hears `cancel` and `stop`.
 
-    `cancelled` is set when the control plane wants the attempt to end, `asked_to_stop` when it may save a
-    checkpoint before, `fenced` when it says that this
-    attempt is no longer the job's current one (then nobody wants its results any more).
+    `cancelled` is set when the control plane wants the attempt to end, `stop_requested` when it may save a checkpoint
+    before, `fenced` when this attempt is no longer the job's current one, so that its reports are refused.
     """
 
     def __init__(self, control: ControlPlane, *, heartbeat_s: float = HEARTBEAT_S):
@@ -111,10 +110,10 @@ class Reporter:
         self._add("spans", dict(span))
 
     def checkpoint(self, step: int, uri: str, stored_bytes: int | None = None) -> None:
-        """Report a checkpoint, and what all that the job has saved takes now."""
+        """Report a checkpoint, and the bytes of all checkpoints of the job."""
         with self._lock:
-            told = {} if stored_bytes is None else {"stored_bytes": stored_bytes}
-            self._pending.checkpoint = {"step": step, "uri": uri, **told}
+            size = {} if stored_bytes is None else {"stored_bytes": stored_bytes}
+            self._pending.checkpoint = {"step": step, "uri": uri, **size}
 
     def best_checkpoint(self, best: Mapping[str, Any]) -> None:
         """Report the checkpoint that is kept for being the best: `step`, `uri`, `metric` and `value`."""
@@ -122,8 +121,7 @@ class Reporter:
             self._pending.best_checkpoint = dict(best)
 
     def model_flops(self, step: int | None, peak_per_s: float | None) -> None:
-        """Report how many operations of the model a step takes, and how many all accelerators could do in a second, each
-        where it is known."""
+        """Report the FLOPs of a step and the peak FLOP/s of all accelerators, each where it is known."""
         with self._lock:
             self._pending.model_flops = {"step": step, "peak_per_s": peak_per_s}
 
@@ -202,8 +200,7 @@ class Reporter:
                     return True
 
     def _drop_least_important(self, body: dict[str, Any], why: str) -> bool:
-        """Keep what is worth another try of a report that was refused: its least important part goes first,
-        what is left of its state last. False when nothing is."""
+        """Drop the least important part of a report that was refused, its state last; False when nothing is left."""
         for part in (
             *("spans", "timelines", "events", "steps", "evaluations"),
             *("model_flops", "metrics_endpoint", "best_checkpoint", "checkpoint", "message"),
@@ -264,7 +261,7 @@ _SPAN_ATTRIBUTES = (
 
 
 class Spans:
-    """`send` is given each span as an item of a report; without one nothing is made."""
+    """The spans of an attempt, sent as items of reports; none without `send`."""
 
     def __init__(
         self, trace: TraceParent | None, send: Callable[[dict[str, Any]], None] | None = None
@@ -284,7 +281,7 @@ class Spans:
             self._send(_span_item(self._trace.child().span_id, name, now - seconds, now, {}))
 
     def step(self, record: StepRecord, *, profiled: bool) -> dict[str, str]:
-        """A finished step: a span where it is profiled. What finds it from a metric: the labels of an exemplar."""
+        """Send the span of a finished step where it is profiled; the labels of the exemplar that finds it from a metric."""
         if self._trace is None:
             return {}
         labels = {"trace_id": self._trace.trace_id, "step": str(record.report["step"])}

@@ -49,9 +49,9 @@ class SlotPage:
         self._written: dict[int, tuple[SlotSnapshot, bytes]] = {}
 
     def text(self) -> bytes:
-        """What `measured` and `planned` are now, in Prometheus's text format."""
+        """The current `measured` and `planned` slots in Prometheus's text format."""
         shown = self.measured, self.planned
-        return b"".join(self._text(place, one) for place, one in enumerate(shown) if one is not None)
+        return b"".join(self._text(place, slots) for place, slots in enumerate(shown) if slots is not None)
 
     def _text(self, place: int, shown: SlotSnapshot) -> bytes:
         written = self._written.get(place)
@@ -62,7 +62,7 @@ class SlotPage:
 
     def _families(self, shown: SlotSnapshot) -> list[Metric]:
         metrics = [
-            _gauge_family(*one) for one in (_PLANNED_GAUGES if shown.step is None else _MEASURED_GAUGES)
+            _gauge_family(*gauge) for gauge in (_PLANNED_GAUGES if shown.step is None else _MEASURED_GAUGES)
         ]
         starts, durations = metrics[:2]
         for slot in shown.slots:
@@ -77,7 +77,7 @@ class SlotPage:
 
 @dataclass(frozen=True)
 class _FixedCollector(Collector):
-    """Metrics that are there already."""
+    """A collector of finished metrics."""
 
     metrics: list[Metric]
 
@@ -114,16 +114,16 @@ def slot_snapshot(
     for one microbatch share all labels; such slots carry their `edge` as one more, since Prometheus keeps one of two
     equal series.
     """
-    kept = slots[:MAX_SLOTS]
-    labels = [{name: text(slot.get(name)) for name in _SLOT_LABELS} for slot in kept]
+    exposed = slots[:MAX_SLOTS]
+    labels = [{name: text(slot.get(name)) for name in _SLOT_LABELS} for slot in exposed]
     times = Counter(tuple(label.values()) for label in labels)
     out = []
-    for slot, label in zip(kept, labels, strict=True):
+    for slot, label in zip(exposed, labels, strict=True):
         if times[tuple(label.values())] > 1:
             label["edge"] = text(slot.get("edge"))
         label["row"] = f"{rows.get(slot['mesh'], slot['mesh'])} {slot['lane']}"
         out.append(_Slot(label, started_at + slot["start_s"], slot["end_s"] - slot["start_s"]))
-    return SlotSnapshot(step, started_at, tuple(out), len(slots) - len(kept))
+    return SlotSnapshot(step, started_at, tuple(out), len(slots) - len(exposed))
 
 
 def row_names(meshes: Sequence[str]) -> dict[str, str]:

@@ -93,7 +93,7 @@ class StepLoop:
         return None
 
     def _next_step_waits(self, step: int) -> bool:
-        """Whether the workers must be idle after `step`. Else they find the next step in their queue when it ends;
+        """True where the workers must be idle after `step`. Else they find the next step in their queue when it ends;
         whatever must see the state in between, or wants their attention, goes before it."""
         return (
             self._checkpoints.due(step, last=False)
@@ -230,7 +230,7 @@ class _ClockOffsets:
         self.offsets: list[ClockOffset] = []
 
     def due(self) -> bool:
-        """Whether it is time to measure; the workers must be idle for that."""
+        """True when it is time to measure; the workers must be idle for that."""
         return time.monotonic() >= self._due
 
     def refresh(self) -> None:

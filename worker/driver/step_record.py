@@ -30,54 +30,55 @@ def mean_metrics(results: Sequence[WorkerStep]) -> dict[str, float]:
 
     Raises AttemptFailure USER_CODE_RAISED where workers have metrics of different names.
     """
-    told = [result.metrics for result in results if result.losses]
-    found = {}
-    for name in _metric_names(told):
-        values = [value for metrics in told for value in metrics[name]]
-        found[name] = sum(values) / len(values)
-    return found
+    metrics_of = [result.metrics for result in results if result.losses]
+    means = {}
+    for name in _metric_names(metrics_of):
+        values = [value for metrics in metrics_of for value in metrics[name]]
+        means[name] = sum(values) / len(values)
+    return means
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What an evaluation found: NaN where nothing counted."""
+    """The loss and the metrics of an evaluation: NaN where nothing counted."""
 
     loss: float
     metrics: dict[str, float]
 
     def value(self, metric: str) -> float | None:
-        """Of a metric by name, or of the loss; None where there is no such metric."""
+        """The value of a metric by name, or of the loss; None where there is no such metric."""
         return self.loss if metric == LOSS_METRIC else self.metrics.get(metric)
 
 
 def combine_batches(results: Sequence[EvaluatedBatch]) -> EvaluationResult:
-    """The means over all microbatches of all workers and batches, each counted by its weight. What counts for
-    nothing is left out, though it be no number."""
-    told = [result for result in results if result.losses]
-    weights = [weight for result in told for weight in result.weights]
+    """The means over all microbatches of all workers and batches, weighted. Microbatches of weight 0 are left out, also
+    where they are not finite."""
+    counted = [result for result in results if result.losses]
+    weights = [weight for result in counted for weight in result.weights]
     total = sum(weights)
 
     def mean(values: Iterable[float]) -> float:
-        counted = (w * value for w, value in zip(weights, values, strict=True) if w > 0)
-        return sum(counted) / total if total else math.nan
+        weighted = (w * value for w, value in zip(weights, values, strict=True) if w > 0)
+        return sum(weighted) / total if total else math.nan
 
-    names = _metric_names([result.metrics for result in told])
+    names = _metric_names([result.metrics for result in counted])
     return EvaluationResult(
-        loss=mean(value for result in told for value in result.losses),
-        metrics={name: mean(value for result in told for value in result.metrics[name]) for name in names},
+        loss=mean(value for result in counted for value in result.losses),
+        metrics={name: mean(value for result in counted for value in result.metrics[name]) for name in names},
     )
 
 
-def _metric_names(told: Sequence[Mapping[str, Any]]) -> list[str]:
-    for metrics in told[1:]:
-        if metrics.keys() != told[0].keys():
-            names = [", ".join(sorted(one)) or "none" for one in (told[0], metrics)]
+def _metric_names(metrics_of: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of the metrics; AttemptFailure USER_CODE_RAISED where workers have different ones."""
+    for metrics in metrics_of[1:]:
+        if metrics.keys() != metrics_of[0].keys():
+            names = [", ".join(sorted(entry)) or "none" for entry in (metrics_of[0], metrics)]
             raise AttemptFailure(
                 Reason.USER_CODE_RAISED,
                 f"the loss returned the metrics {names[0]} on one worker and {names[1]} on another: return the same "
                 "names every time",
             )
-    return list(told[0]) if told else []
+    return list(metrics_of[0]) if metrics_of else []
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class StepScaling:
 
 
 def step_scaling(results: Sequence[WorkerStep]) -> StepScaling:
-    """Of what all workers say, which agree; a mesh may have no parameters."""
+    """The scaling state on which all workers agree; a mesh without parameters has none."""
     overflowed = any(result.overflowed for result in results)
     scales = (result.loss_scale for result in results if result.loss_scale is not None)
     skipped = any(result.skipped for result in results)
@@ -116,8 +117,8 @@ class ClockOffset:
 def estimate_clock_offset(
     remote_now: Callable[[], float], rounds: int = 15, local_now: Callable[[], float] = time.monotonic
 ) -> ClockOffset:
-    """Ask the remote clock `rounds` times and trust the fastest answer (Cristian 1989): the remote reading
-    was taken somewhere within that round trip, so half of it bounds the error."""
+    """Read the remote clock `rounds` times and take the fastest answer (Cristian 1989): the remote reading was taken
+    within that round trip, so half of it bounds the error."""
     if rounds < 1:
         raise ValueError(f"rounds is {rounds}; ask the clock at least once")
     best: ClockOffset | None = None
@@ -167,7 +168,7 @@ IDLE_REASONS = ("fill", "drain", "exposed transfer", "waits", "between steps")
 
 @dataclass(frozen=True)
 class StepUsage:
-    """Seconds of all accelerators together: the whole step, and what was idle by reason. `tokens` None: not known."""
+    """Seconds of all accelerators together: of the whole step, and idle ones by reason. `tokens` None: not known."""
 
     accelerator_s: float
     idle_s: Mapping[str, float]
@@ -184,7 +185,7 @@ def step_usage(
     samples: int,
     tokens: int | None = None,
 ) -> StepUsage:
-    """What a step of these slots used; a mesh's `workers` all count as the one that lends it its slots."""
+    """The usage of a step by its slots; all `workers` of a mesh count as the one that lends it its slots."""
     end_s = summary.start_s + summary.makespan_s
     behind = (end_s, max(end_s, summary.start_s + step_s))
     updates: dict[str, list[Interval]] = defaultdict(list)
@@ -234,7 +235,7 @@ def record_step(
     clock: tuple[float, float],
     samples: int = 0,
 ) -> StepRecord:
-    """Put one step together.
+    """The record of one step from the results of all workers.
 
     `results` and `offsets` come mesh by mesh, the workers of a mesh (`sizes`) beside each other; worker 0 of a
     mesh lends it its slots. `clock` is one instant in Unix and in the driver's monotonic seconds.
@@ -302,9 +303,9 @@ def record_step(
     )
 
 
-def _first_known(told: Iterable[float | None]) -> float | None:
-    """What all workers agree on; a mesh without trained parameters may have none of it."""
-    return next((value for value in told if value is not None), None)
+def _first_known(values: Iterable[float | None]) -> float | None:
+    """A value that all workers agree on; a mesh without trained parameters may have None."""
+    return next((value for value in values if value is not None), None)
 
 
 def _slot_json(mesh: str, slot: Any, stage_names: Sequence[str]) -> dict[str, Any]:

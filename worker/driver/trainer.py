@@ -245,7 +245,7 @@ class Trainer:
         gang, profiles = self._gang, self._planner.profiles
         step = step_flops(
             [(address.mesh, own) for address, own in zip(gang.addresses, profiles, strict=True)],
-            begins=planned.stage_starts,
+            stage_starts=planned.stage_starts,
             mesh_of_stage=planned.mesh_of_stage,
             microbatches=planned.microbatches,
         )

@@ -67,7 +67,7 @@ def cuda_autocast(dtype: torch.dtype) -> Iterator[None]:
 
 
 def cast_policies() -> dict[str, str]:
-    """What CUDA's autocast does with the tensors of an operator, by its name in aten."""
+    """The CUDA autocast policy of each operator, by its name in aten."""
     return {name: policy for policy, names in _CUDA_CAST_LISTS.items() for name in names.split()}
 
 

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
 from torch.fx.traceback import annotate, preserve_node_meta
 
-from worker.contract.model_signature import EdgeSignature, LayerSignature, ModelSignature
+from worker.contract.planned import EdgeSignature, LayerSignature, ModelSignature
 from worker.contract.profile import CutError, TraceError, resolve_stage_starts
 from worker.model.autocast import cuda_autocast
 from worker.model.hf_patches import AssumeFinite, patch_autograd_functions, skip_noop_conversions
@@ -71,7 +71,7 @@ def _inlined_non_reentrant(*_: Any, **__: Any) -> Iterator[None]:
 
 
 def is_checkpointed(node: fx.Node) -> bool:
-    """Whether a node, or anything in a graph that it calls, was traced in such a region."""
+    """True if a node, or a node in a graph that it calls, was traced in a checkpoint region."""
     if _CHECKPOINT_MARK in (node.meta.get("custom") or {}):
         return True
     inner = inner_graph(node)
@@ -223,7 +223,7 @@ def _active_layer_drop(model: nn.Module) -> str:
 
 
 def _in_own_loss(model: nn.Module, frames: list[tuple[FrameType, int]]) -> bool:
-    """Whether the innermost line of the user's is of a whole model's forward that was given labels."""
+    """True if the innermost user line is in the forward of a whole model that was given labels."""
     for frame, _ in reversed(frames):
         if not frame.f_code.co_filename.startswith((*_LIBRARY_FOLDERS, "<")):
             return frame.f_locals.get("self") is model and frame.f_locals.get("labels") is not None
@@ -476,7 +476,7 @@ def _name_random_operations(module: fx.GraphModule) -> None:
 def _eager_error(
     model: nn.Module, example_inputs: tuple[Tensor, ...], cast: _AutocastSpec
 ) -> Exception | None:
-    """What the model raises when it simply runs, if it does."""
+    """The error that the model raises when it runs eagerly, if it does."""
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad(), cast.entered():
             model(*example_inputs)

@@ -62,7 +62,7 @@ def resolve(path: str) -> Any:
 
 
 def call_factory(path: str, args: Mapping[str, Any] | None = None) -> Any:
-    """What the factory at `path` returns for `args`; raises FactoryError, naming what it raised.
+    """Call the factory at `path` with `args`; raises FactoryError, naming what it raised.
 
     An argument {factory: path, args: …} is what that factory returns: a configuration object, say.
     """
@@ -119,7 +119,7 @@ _MAX_NAMES_SHOWN = 6
 
 
 def pattern_matches(pattern: str, name: str) -> bool:
-    """Whether the parameter called `name` is meant."""
+    """True if `pattern` matches the parameter called `name`."""
     if pattern.startswith(_REGEX_PREFIX):
         return re.search(pattern.removeprefix(_REGEX_PREFIX), name) is not None
     return fnmatch.fnmatchcase(name, pattern)

@@ -171,7 +171,7 @@ class SideEffectWatch:
 def find_dependence(
     model: nn.Module, moved: ForwardSideEffects, differs: Callable[[int | None], bool]
 ) -> str | None:
-    """What forward was found to depend on that a graph keeps as it was when traced, or None.
+    """The first state that forward depends on and a graph keeps as traced, in words, or None.
 
     `differs(seed)` runs the forward with Python's generators at `seed` (None: as before) and says whether it
     made something else.

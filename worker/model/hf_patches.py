@@ -73,7 +73,7 @@ def _switch_experts_forward(self: nn.ModuleDict, hidden: Tensor, chosen: Tensor,
 
 
 def _expert_weight(mask: Tensor, weights: Tensor) -> Tensor:
-    """How much of each token is an expert's: the `weights` [tokens, slots] where `mask` [slots, tokens] has ones."""
+    """The weight of an expert for each token: `weights` [tokens, slots] where `mask` [slots, tokens] is one."""
     return torch.where(mask > 0, weights.transpose(0, 1), torch.zeros_like(weights[:1, :1])).sum(0)
 
 
@@ -132,7 +132,7 @@ class AssumeFinite(TorchFunctionMode):
         ] = {}  # by id: what keeps it, its answer, whether one value
 
     def notes(self) -> list[str]:
-        """What to tell of it."""
+        """Notes for people, empty where nothing was asked."""
         if not self.asked:
             return []
         return [
@@ -179,7 +179,7 @@ def _with_gradient(value: Tensor, term: Tensor) -> Tensor:
 def _sparse_mixer(
     scores: Tensor, multiplier: Tensor, selected: Tensor, gates: Tensor, mask: Tensor
 ) -> Tensor:
-    """Of PhiMoE: to the scores, multiplier * (one-hot of the selected - gates) of the gradient."""
+    """PhiMoE's backward: the scores get multiplier * (one-hot of the selected - gates) of the gradient."""
     ones = torch.zeros_like(gates).scatter(-1, selected, 1.0)
     slopes = (multiplier * (ones - gates)).detach()
     return _with_gradient(multiplier * mask, (scores * slopes).sum(-1, keepdim=True))
@@ -189,7 +189,7 @@ _MAX_SLOPE = 1000.0
 
 
 def _bounded_root(x: Tensor) -> Tensor:
-    """Of RecurrentGemma: a square root whose slope is at most _MOST."""
+    """RecurrentGemma's square root, with a slope of at most _MOST."""
     slopes = 1 / torch.sqrt(torch.clip(4.0 * x.detach(), min=1 / _MAX_SLOPE**2))
     return _with_gradient(torch.sqrt(x.detach()), x * slopes)
 

@@ -250,7 +250,7 @@ def mutated_buffers(graph: fx.Graph) -> set[str]:
 
 
 def _view_root(node: fx.Node) -> fx.Node:
-    """What a value is a view of, or the result of a change in place of."""
+    """The node of which a value is a view, or the result of an in-place change."""
     while True:
         source = _before_mutation(_view_base(node))
         if source.target is operator.getitem:

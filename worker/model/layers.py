@@ -189,7 +189,7 @@ def _replicated_nodes(
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a node draws random numbers, itself or in a graph that it calls."""
+    """True if a node draws random numbers, itself or in a graph that it calls."""
     if node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
         return True
     inner = inner_graph(node)

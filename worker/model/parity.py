@@ -50,7 +50,7 @@ def tolerance_for(model: nn.Module, autocast: torch.dtype | None, device: str) -
 
 @dataclass(frozen=True)
 class Distance:
-    """How far two tensors are apart, as a part of their size, and how far is still rounding."""
+    """The distance of two tensors as a part of their size, and the greatest that is still rounding."""
 
     apart: float
     allowed: float

@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LeafSpec:
-    """Where in a nest its tensor number `index` was."""
+    """The place of tensor number `index` in a pytree."""
 
     index: int
 
@@ -57,7 +57,7 @@ class Targets:
 
     @property
     def target(self) -> Any:
-        """As the data set gives it, stacked."""
+        """The target as the data set returns it, stacked."""
         return self.tree_spec.unflatten(self.tensors)[0]
 
     @property
@@ -69,19 +69,19 @@ class Targets:
         return all(tensor.is_cuda for tensor in self.tensors)
 
     def __len__(self) -> int:
-        """How many samples."""
+        """The number of samples."""
         return len(self.tensors[0])
 
     def __getitem__(self, rows: slice) -> Targets:
-        """Those of some samples."""
+        """The targets of a slice of samples."""
         return Targets(tuple(tensor[rows] for tensor in self.tensors), self.tree_spec)
 
     def to(self, *args: Any, **options: Any) -> Targets:
-        """As Tensor.to."""
+        """Tensor.to, for each tensor."""
         return Targets(tuple(tensor.to(*args, **options) for tensor in self.tensors), self.tree_spec)
 
     def pin_memory(self) -> Targets:
-        """As Tensor.pin_memory."""
+        """Tensor.pin_memory, for each tensor."""
         return Targets(tuple(tensor.pin_memory() for tensor in self.tensors), self.tree_spec)
 
 
@@ -94,7 +94,7 @@ def target_tensors(target: Target) -> tuple[Tensor, ...]:
 
 
 def count_tokens(target: Target, ignored: int) -> Tensor:
-    """How many entries of a target are not `ignored`; ValueError where it is not one tensor."""
+    """The number of entries of a target that are not `ignored`; ValueError where it is not one tensor."""
     found = target.target if isinstance(target, Targets) else target
     if not isinstance(found, Tensor):
         raise ValueError(

@@ -39,7 +39,7 @@ class FairLock:
 
     @property
     def held_by_this_thread(self) -> bool:
-        """Whether this thread has its turn."""
+        """True if this thread holds the lock."""
         return self._holder == threading.get_ident()
 
     @contextlib.contextmanager
@@ -98,7 +98,7 @@ def _rng_state_preserved() -> Iterator[None]:
 
 
 def _cuda_generators() -> list[torch.Generator]:
-    """That of the current device, if this process uses CUDA at all."""
+    """The generator of the current device, if this process uses CUDA."""
     if not torch.cuda.is_initialized():
         return []
     return [torch.cuda.default_generators[torch.cuda.current_device()]]
@@ -185,6 +185,6 @@ def reseed_at_random_ops(stage: nn.Module, state: RandomState) -> int | None:
 
 
 def is_random_op(node: fx.Node) -> bool:
-    """Whether an operation of a graph may draw."""
+    """True if an operation of a graph may draw."""
     tags = getattr(node.target, "tags", ()) if node.op == "call_function" else ()
     return torch.Tag.nondeterministic_seeded in tags

@@ -58,10 +58,10 @@ class MeshDraws(Protocol):
     """Draws of calls on meshes of another size: together the workers of the mesh draw what the body needs a part of."""
 
     def takes(self, call: int) -> bool:
-        """Whether the call of that number is such a one."""
+        """True if the ranks of a mesh of another size draw call number `call`."""
 
     def draw(self, call: int, function: Callable, args: tuple, kwargs: Mapping) -> object:
-        """What the kernel returns of it."""
+        """This rank's part of what the ranks of that mesh draw."""
 
 
 @contextlib.contextmanager
@@ -117,7 +117,7 @@ _REPEATED_CALL = re.compile(r"@\d+")
 
 
 class _ModuleStack:
-    """Which module of a model is being called: `names`, all that it has."""
+    """The stack of modules of a model that are being called; `names` has all its modules."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -162,7 +162,7 @@ def _may_draw(function: object) -> bool:
 def _call_kernel(
     function: Callable, args: tuple, kwargs: Mapping | None, generator: torch.Generator
 ) -> tuple[object, bool]:
-    """What a kernel returns, and whether it drew: attention without dropout only might."""
+    """Call a kernel; its result, and whether it drew (attention without dropout does not)."""
     if not _may_draw(function):
         return function(*args, **(kwargs or {})), False
     before = generator.get_state()
@@ -171,7 +171,7 @@ def _call_kernel(
 
 
 def _drawn_shape(args: Sequence[object]) -> tuple[int, ...]:
-    """Of what a kernel with these arguments draws for."""
+    """The shape for which a kernel with these arguments draws."""
     for value in args:
         if isinstance(value, torch.Tensor):
             return tuple(value.shape)
@@ -235,7 +235,7 @@ class _ReplayMode(TorchDispatchMode):
         return result
 
     def _is_next(self, args: Sequence[object]) -> bool:
-        """Whether a call is that of the graph which is waited for, or one whose numbers are not used."""
+        """True if a call has the shape and the module of the one that the graph makes next."""
         if self.count == len(self._calls):
             return False
         call = self._calls[self.count]

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.node import map_aggregate
 
 from worker.model.export import TracedModel
 from worker.model.stages import PlacedGraph
@@ -181,7 +182,7 @@ def _build_graph(described: dict[str, Any]) -> fx.GraphModule:
         return made[value.name] if isinstance(value, _NodeRef) else value
 
     for op, name, target, args, kwargs in described["nodes"]:
-        args, kwargs = _map_arguments(args, resolved), _map_arguments(kwargs, resolved)
+        args, kwargs = map_aggregate(args, resolved), map_aggregate(kwargs, resolved)
         made[name] = graph.create_node(op, target, args, kwargs, name=name)
         if made[name].name != name:
             raise ValueError(f"node {name!r} came back as {made[name].name!r}")
@@ -190,16 +191,6 @@ def _build_graph(described: dict[str, Any]) -> fx.GraphModule:
         for name, value in described["held"].items()
     }
     return fx.GraphModule(root, graph)
-
-
-def _map_arguments(value: Any, change: Any) -> Any:
-    if isinstance(value, tuple | list):
-        return type(value)(_map_arguments(part, change) for part in value)
-    if isinstance(value, dict):
-        return {key: _map_arguments(part, change) for key, part in value.items()}
-    if isinstance(value, slice):
-        return slice(*(_map_arguments(part, change) for part in (value.start, value.stop, value.step)))
-    return change(value)
 
 
 class _NodeRef:

@@ -33,7 +33,7 @@ def output_name(index: int) -> str:
 
 
 def is_output(name: str) -> bool:
-    """Whether an output of a stage is the model's."""
+    """True if an output of a stage is the model's."""
     return name.partition(":")[0] == OUTPUT_NAME
 
 
@@ -97,7 +97,7 @@ class StageModule(nn.Module):
 
     @property
     def model_outputs(self) -> tuple[int, ...]:
-        """Which of `outputs` are the model's."""
+        """The positions in `outputs` that are the model's."""
         return tuple(at for at, name in enumerate(self.outputs) if is_output(name))
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -364,7 +364,7 @@ def _copy_tensor(tensor: Tensor) -> Tensor:
 
 
 def copy_module(module: fx.GraphModule) -> fx.GraphModule:
-    """The same code in a graph of its own, with the same names."""
+    """A copy of a graph module in a graph of its own, with the same names."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     return fx.GraphModule(module, graph)

@@ -36,7 +36,7 @@ from worker.driver.limits import Limits
 from worker.transport.base import Topology
 from worker.transport.rendezvous import host_store
 
-# Links are measured between so many processes of this machine: a pair, and two peers at once.
+# The processes of this machine between which links are measured: a pair, and two peers at once.
 _LINK_PROCESSES = 3
 _LINKS_LIMIT_S = 120.0
 
@@ -104,10 +104,10 @@ def measure_job(job: Job, device: str) -> dict[str, Any]:
 def _heterogeneous_profiles(
     job: Job, device: str, counts: Sequence[int], network: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The profiles of meshes of unlike sizes, each by a worker that has the samples of one of them."""
+    """The profiles of heterogeneous meshes, each measured by a worker with the samples of one of them."""
     if not job.heterogeneous:
         return {}
-    found = []
+    mesh_profiles = []
     kinds = list(zip(job.mesh_sizes, job.tensors, strict=True))
     for kind in sorted({*kinds}):
         worker = Worker(job=job, mesh=f"m{kinds.index(kind)}", worker=0, device=device)
@@ -116,12 +116,12 @@ def _heterogeneous_profiles(
         if kind[1] > 1:
             profiles = _with_tensor_collectives(profiles, network, [])
         profiles = _with_batch_norm_collectives(job, profiles, network, [])
-        found += [mesh_profile_json(count, kind, profile) for count, profile in profiles.items()]
-    return {"mesh_profiles": found}
+        mesh_profiles += [mesh_profile_json(count, kind, profile) for count, profile in profiles.items()]
+    return {"mesh_profiles": mesh_profiles}
 
 
 def _memory_limits(worker: Worker, job: Job, device: str) -> dict[str, Any]:
-    """What every mesh may hold, if all workers are as this one; on CPU all of them share this machine."""
+    """The memory limit of every mesh, if all workers are like this one; on CPU all of them share this machine."""
     on_gpu = int(os.environ.get("SLOTLINE_WORKERS_PER_GPU", "1"))
     sharing = sum(job.mesh_sizes) if device == "cpu" else on_gpu
     limit = worker.memory_limit(sharing)
@@ -130,8 +130,8 @@ def _memory_limits(worker: Worker, job: Job, device: str) -> dict[str, Any]:
 
 
 def _worker_entries(job: Job, device: str) -> list[dict[str, Any]]:
-    """Where the workers would run: on CPU all of them on this machine, and on its cores. Tensors are planned (`place`) as if
-    each mesh had a node of its own: where it has none that costs a copy, the other way round a slow link."""
+    """The assumed places of the workers: on CPU all of them on this machine, and on its cores. Tensors are planned
+    (`place`) as if each mesh had its own node: a wrong guess costs a copy, the opposite one a slow link."""
     cores = processor_cores() if device == "cpu" else None
     return [
         {"mesh": mesh, "worker": worker, "node": "here", "place": mesh, "device": device, "cores": cores}
@@ -190,20 +190,22 @@ def _with_gradient_collectives(
 
 @dataclass(frozen=True)
 class _GangCosts:
-    """What workers in processes of this machine found together: links, and the engine's own time for an action."""
+    """Measurements of several processes of this machine: links, and the engine's own time for an action."""
 
     links: Sequence[ProbeResult] = ()
     action_s: float = 0.0
 
 
 def _network_json(job: Job, measured: Sequence[ProbeResult], profile: LayerProfile) -> dict[str, Any]:
-    """JSON of a NetworkSpec by links between processes of this machine; nothing is measured with one GPU."""
+    """JSON of a NetworkSpec from links between processes of this machine; with one GPU nothing is measured."""
     meshes = [f"m{index}" for index in range(job.meshes)]
-    ways = {
-        "loops": may_interleave(job),
-        "skips": any(edge.target > edge.source + 1 for edge in profile.edges),
-    }
-    return network_spec(measured, meshes, dict.fromkeys(meshes, "here"), **ways)
+    return network_spec(
+        measured,
+        meshes,
+        dict.fromkeys(meshes, "here"),
+        loops=may_interleave(job),
+        skips=any(edge.target > edge.source + 1 for edge in profile.edges),
+    )
 
 
 def _measure_gang_costs(job: Job, device: str) -> _GangCosts:
@@ -221,15 +223,15 @@ def _measure_gang_costs(job: Job, device: str) -> _GangCosts:
             raise AttemptFailure(
                 Reason.START_TIMEOUT, f"measuring the links: no answer within {_LINKS_LIMIT_S:.0f} s"
             )
-        found = [end.result() for end in ends]
+        costs = [end.result() for end in ends]
     finally:
         processes = list((pool._processes or {}).values())  # no public way to end a running call before 3.14
         pool.shutdown(wait=False, cancel_futures=True)
         for process in processes:
             process.kill()
     return _GangCosts(
-        links=[link for one in found for link in one.links],
-        action_s=sum(one.action_s for one in found) / len(found),
+        links=[link for cost in costs for link in cost.links],
+        action_s=sum(cost.action_s for cost in costs) / len(costs),
     )
 
 

@@ -50,7 +50,7 @@ class RemovalError(ValueError):
 
 
 def remove_artifacts(request: RemovalRequest) -> RemovalResult:
-    """Delete what is asked for. Raises RemovalError for a place or a name that is none of ours."""
+    """Delete the requested folders. Raises RemovalError for a place or a name that this product does not make."""
     place = _JobFolder.of(request)
     there = place.folders()
     wanted = sorted(there) if request.folders is None else list(request.folders)
@@ -74,9 +74,9 @@ def remove_artifacts(request: RemovalRequest) -> RemovalResult:
     return RemovalResult(
         tuple(removed),
         refused,
-        tuple(one.step for one in left if one.damage is None),
+        tuple(checkpoint.step for checkpoint in left if checkpoint.damage is None),
         freed,
-        sum(one.size_bytes for one in left),
+        sum(checkpoint.size_bytes for checkpoint in left),
     )
 
 
@@ -89,12 +89,13 @@ def _found_checkpoints(request: RemovalRequest, there: Sequence[str]) -> list[Fo
 
 
 def _protected_folders(found: Sequence[FoundCheckpoint]) -> dict[str, str]:
-    """Of a job that runs or will: what an attempt would go on from, and what may just be written."""
-    newest = next((one.step for one in found if one.damage is None), 0)
+    """The folders of a running or waiting job that are kept, with the reason: the checkpoint of the next resume, and newer
+    ones that may just be written."""
+    newest = next((checkpoint.step for checkpoint in found if checkpoint.damage is None), 0)
     kept = {
-        step_folder_name(one.step): "it is newer than the newest whole one, and may just be written"
-        for one in found
-        if one.step > newest
+        step_folder_name(checkpoint.step): "it is newer than the newest whole one, and may just be written"
+        for checkpoint in found
+        if checkpoint.step > newest
     }
     return kept | {step_folder_name(newest): "it is the one from which the job would go on"}
 
@@ -117,16 +118,16 @@ class _JobFolder:
         )
 
     def folders(self) -> list[str]:
-        """The names of what may be deleted here."""
+        """The names of folders that may be deleted here."""
         raise NotImplementedError
 
     def remove(self, name: str) -> int:
-        """Delete one of `folders`; how many bytes it held."""
+        """Delete one of `folders`; its bytes."""
         raise NotImplementedError
 
 
 class _LocalJobFolder(_JobFolder):
-    """By descriptors of folders, none of which is a link: whoever puts a link there meanwhile gains nothing."""
+    """A local job folder, opened by descriptors that follow no links: a link that is put there meanwhile is refused."""
 
     def __init__(self, folder: str) -> None:
         self._base, self._job = os.path.split(folder)
@@ -145,19 +146,19 @@ class _LocalJobFolder(_JobFolder):
         with _opened_folder(self._base, None, follow=True) as base, _opened_folder(self._job, base) as job:
             with _opened_folder(name, job) as folder:
                 names = sorted(os.listdir(folder), key=_deletion_order)
-                infos = {one: os.stat(one, dir_fd=folder, follow_symlinks=False) for one in names}
-                if inner := [one for one, info in infos.items() if stat.S_ISDIR(info.st_mode)]:
+                infos = {file: os.stat(file, dir_fd=folder, follow_symlinks=False) for file in names}
+                if inner := [file for file, info in infos.items() if stat.S_ISDIR(info.st_mode)]:
                     raise RemovalError(f"it holds the folder {inner[0]!r}, which is none of a checkpoint's")
-                for one in names:
-                    os.unlink(one, dir_fd=folder)
-                    if one in _COMPLETENESS_FILES:
+                for file in names:
+                    os.unlink(file, dir_fd=folder)
+                    if file in _COMPLETENESS_FILES:
                         os.fsync(folder)
             os.rmdir(name, dir_fd=job)
             return sum(info.st_size for info in infos.values())
 
 
 class _ObjectStoreJobFolder(_JobFolder):
-    """One object after the other, by its whole name."""
+    """A job folder in an object store: objects are deleted one after the other, by their whole names."""
 
     def __init__(self, files: AbstractFileSystem, folder: str) -> None:
         self._files, self._folder = files, folder.rstrip("/")
@@ -172,8 +173,12 @@ class _ObjectStoreJobFolder(_JobFolder):
 
     def remove(self, name: str) -> int:
         folder, freed = f"{self._folder}/{name}", 0
-        found = [one for one in self._files.ls(folder, detail=True, refresh=True) if one["type"] == "file"]
-        inner = {one["name"].rsplit("/", 1)[-1]: one for one in found if one["name"].rstrip("/") != folder}
+        files = [
+            entry for entry in self._files.ls(folder, detail=True, refresh=True) if entry["type"] == "file"
+        ]
+        inner = {
+            file["name"].rsplit("/", 1)[-1]: file for file in files if file["name"].rstrip("/") != folder
+        }
         for key in sorted(inner, key=_deletion_order):
             if f"{folder}/{key}".lstrip("/") != inner[key]["name"].lstrip("/"):
                 raise RemovalError(f"{inner[key]['name']} is not in {folder}")
@@ -206,12 +211,12 @@ def _opened_folder(name: str, within: int | None, *, follow: bool = False) -> It
 
 def main() -> int:
     """Delete; 0 when nothing failed."""
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for request in removal_requests_from_json(os.environ.get(REMOVAL_REQUEST_VARIABLE) or sys.stdin.read()):
         try:
-            found.append(asdict(remove_artifacts(request)))
+            results.append(asdict(remove_artifacts(request)))
         except Exception as error:  # of whatever storage: credentials, names, packages that are not installed
-            told = str(error) if isinstance(error, RemovalError) else f"{type(error).__name__}: {error}"
-            found.append(asdict(RemovalResult(failed=f"{told} (on {socket.gethostname()})")))
-    print(f"\n{REMOVAL_RESULT_MARK}{json.dumps({'jobs': found})}", flush=True)
-    return 1 if any(one["failed"] for one in found) else 0
+            cause = str(error) if isinstance(error, RemovalError) else f"{type(error).__name__}: {error}"
+            results.append(asdict(RemovalResult(failed=f"{cause} (on {socket.gethostname()})")))
+    print(f"\n{REMOVAL_RESULT_MARK}{json.dumps({'jobs': results})}", flush=True)
+    return 1 if any(result["failed"] for result in results) else 0

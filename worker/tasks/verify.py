@@ -21,7 +21,7 @@ from worker.verify.proof import prove
 
 
 def main() -> int:
-    """Verify the job that standard input names; 0 when that could be done, whatever was found."""
+    """Verify the job that standard input names; 0 when it could be compared, whether or not it agrees."""
     failures.start_breadcrumbs()
     answer: dict[str, Any]
     try:

@@ -112,7 +112,7 @@ def compare_initial(
 
 
 def check_transfers(step: int, record: StepRecord, worst: WorstDistances) -> None:
-    """What a stage used is what another left to be sent, bit for bit."""
+    """The tensor that a stage used is the one that another stage left to be sent, bit for bit."""
     for passed in record.transfer_checks():
         worst.add_exact("transfers", passed.intact)
     if changed := [str(passed) for passed in record.transfer_checks() if not passed.intact]:
@@ -166,7 +166,7 @@ class StepComparison:
                 )
 
     def check_gradients(self) -> None:
-        """Of every parameter, in the order of a backward, before clipping; then the norm, and clipping."""
+        """Gradients of every parameter, in the order of a backward, before clipping; then the norm, and clipping."""
         if left := sorted(self._pipeline.record.left_over):
             raise self._different(
                 f"the gradient of {left[0]!r} was not emptied before the step"
@@ -268,7 +268,7 @@ class StepComparison:
         return sorted(pairs, key=lambda one: (-first[one[0]], -place[one[0]], -one[1]))
 
     def _coefficient(self, norm: float | None) -> float:
-        """What a gradient is multiplied with to be clipped."""
+        """The factor that clips a gradient."""
         if self._clip is None or norm is None:
             return 1.0
         return min(1.0, self._clip / (norm + 1e-6))
@@ -345,5 +345,5 @@ def _scale_factor(expected: Tensor, found: Tensor, tolerance: float, floor: floa
 
 
 def by_original_name(pairs: Iterable[tuple[str, Tensor]], names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Those of a stage's tensors that have a name in the model, by it."""
+    """A stage's tensors that have a name in the model, by that name."""
     return {names[local]: tensor for local, tensor in pairs if local in names}

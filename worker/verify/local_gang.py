@@ -52,7 +52,7 @@ class InspectableWorker(Worker):
 
     @property
     def traced_for_other_sizes(self) -> list[TracedModel]:
-        """What it traced for workers of meshes of other sizes, in their order."""
+        """The models that it traced for workers of meshes of other sizes, in their order."""
         return list(self._model._traces_by_workers.values())
 
     @property
@@ -65,12 +65,12 @@ class InspectableWorker(Worker):
 
     @property
     def share(self) -> TensorParallelShards | None:
-        """What this worker has of the parameters, where several share matrices."""
+        """The tensor-parallel shards of this worker; None where its matrices are whole."""
         return self._tensor_shards
 
     @property
     def rows(self) -> int:
-        """Which part of a microbatch is its: that of all who share matrices with it."""
+        """The number of this worker's part of a microbatch, which its tensor-parallel group has in common."""
         return self._worker // self._job.tp_size(self._mesh)
 
     @property
@@ -79,14 +79,14 @@ class InspectableWorker(Worker):
 
     @property
     def updated(self) -> Mapping[str, torch.Tensor]:
-        """What its optimizer updates, by name: parts of parameters where the workers of its mesh share the state."""
+        """The parameters that its optimizer updates, by name; their parts under ZeRO-1."""
         return self._engine._update.updated
 
 
 def _describe_stuck_workers(
     threads: Sequence[threading.Thread], late: Sequence[int], errors: Sequence[BaseException]
 ) -> str:
-    """Who is not done, where each stands, and what others raised."""
+    """The workers that are not done, where each stands, and the errors of others."""
     frames = sys._current_frames()
     places = []
     for index in late:
@@ -137,11 +137,11 @@ class LocalGang:
         self._load(planned, planned_bytes, evaluation(edges) if evaluation else {})
 
     def step(self, number: int) -> list[WorkerStep]:
-        """What every worker's `run_step` returns."""
+        """Run one step; the results of `run_step` of every worker."""
         return self.call(lambda worker: worker.run_step(number))
 
     def call(self, function: Callable[[InspectableWorker], Any]) -> list[Any]:
-        """What `function` returns for every worker, all at once; raises the first error, the cause of others."""
+        """Call `function` for all workers at once; raises the first error, the cause of others."""
         results: list[Any] = [None] * len(self.workers)
         errors: list[BaseException] = []
 

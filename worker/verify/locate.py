@@ -89,7 +89,7 @@ class _StageValues:
             self._made.setdefault(name, (size, {}))[1][part] = value
 
     def of(self, name: str, size: int, part: int, shape: tuple[int, ...]) -> Tensor:
-        """What one of `size` workers has of a tensor, of that shape."""
+        """The part of a tensor that one of `size` workers has, of that shape."""
         if name.startswith("input:"):
             return self._inputs[size][part][int(name.removeprefix("input:"))]
         other, parts = self._made[name]

@@ -147,7 +147,7 @@ class PlainModel:
             self._schedule.step()
 
     def _shares(self, targets: Mapping[tuple[int, int], Target]) -> dict[tuple[int, int], float]:
-        """What each microbatch counts: 1, or where tokens count alike, how many times its part of them it has."""
+        """The weight of each microbatch: 1, or relative to the mean where tokens count alike."""
         ignored = target_ignore_index(self._job)
         if ignored is None:
             return dict.fromkeys(targets, 1.0)
@@ -176,7 +176,7 @@ class PlainModel:
     def rows(
         self, step: int, worker: int, microbatch: int, workers: int | None = None
     ) -> tuple[tuple[Tensor, ...], Target]:
-        """A worker's rows, one of so many (or of those that have the loss): a block of those of the microbatch."""
+        """The rows of one of `size` workers: a block of the rows of the microbatch."""
         if self._whole is None or self._whole[0] != step:
             read = [self._data.read(step, m, BatchSlice(0, 1)).rows for m in range(self._microbatches)]
             self._whole = step, read

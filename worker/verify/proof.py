@@ -45,7 +45,7 @@ NOT_COVERED = (
 
 @dataclass
 class Proof:
-    """How many steps were equal, the worst distances by kind, and the first difference."""
+    """The result of a proof: the equal steps, the worst distances by kind, and the first difference."""
 
     steps: int = 0
     difference: str | None = None
@@ -285,7 +285,7 @@ class _ProofRun:
         return gradients
 
     def _merge_tensor_parallel(self, gradients: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """Of workers that share matrices, whose gradients are parts, those of whole parameters."""
+        """Whole gradients from the parts that the workers of a tensor-parallel group have."""
         if self._job.resources.tensor == 1:
             return gradients
         workers, found = self._gang.workers, []
@@ -330,7 +330,7 @@ class _OptimizerGradients:
         self._kept = None
 
     def gradients(self) -> dict[str, Tensor]:
-        """Of the step that is over; as they are where no optimizer took them."""
+        """The gradients that the optimizer was given in this step; the present ones where it was given none."""
         if self._kept is None:
             self._keep()
         return self._kept

@@ -254,7 +254,7 @@ class Recorder:
             self._before[name] = now
 
     def _probe(self, name: str, parameter: nn.Parameter) -> Tensor:
-        """Of workers that share a parameter those of their parts, which add up to that of the whole."""
+        """The probe of a gradient; those of tensor-parallel parts add up to that of the whole."""
         gradient = parameter.grad
         if gradient is not None and self._share is not None:
             gradient = self._share.zero_padded(name, gradient)

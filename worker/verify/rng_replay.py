@@ -58,11 +58,11 @@ class HeterogeneousDraws:
         self._states: list[Tensor] = []
 
     def takes(self, call: int) -> bool:
-        """Whether another number of workers draws it."""
+        """True if another number of workers draws it."""
         return self._calls[call].workers != self._workers
 
     def draw(self, call: int, function: Callable, args: tuple, kwargs: Mapping) -> Any:
-        """What a kernel returns that draws by shape only: the part that is this worker's of what those of the mesh draw."""
+        """The result of a kernel that draws by shape only: this worker's part of what the ranks of the mesh draw."""
         operation = self._calls[call]
         along = self._along(operation)
         parts = []

@@ -27,7 +27,7 @@ from service.scheduler.programs.decode import PlanError
 from service.scheduler.programs.prove import verify
 from worker.contract.buckets import with_buckets
 from worker.contract.job import Job
-from worker.contract.model_signature import ModelSignature
+from worker.contract.planned import ModelSignature
 from worker.contract.program import program_from_json
 
 

@@ -88,7 +88,7 @@ def a_profile(*flops: int | None) -> LayerProfile:
 
 def test_a_step_is_every_workers_layers_times_the_microbatches():
     """Two meshes; the second has two workers, each of which has half of the samples of the first's."""
-    plan = {"begins": ["l0", "l2", "l3"], "mesh_of_stage": ["m0", "m1", "m0"], "microbatches": 4}
+    plan = {"stage_starts": ["l0", "l2", "l3"], "mesh_of_stage": ["m0", "m1", "m0"], "microbatches": 4}
     whole, half = a_profile(10, 20, 40, 80), a_profile(5, 10, 20, 40)
     workers = [("m0", whole), ("m1", half), ("m1", half)]
     assert step_flops(workers, **plan) == 4 * (10 + 20 + 80 + 2 * 20)

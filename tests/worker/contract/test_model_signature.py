@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from worker.benchmark.layer_costs import measure_layers
-from worker.contract.model_signature import ModelSignature
+from worker.contract.planned import ModelSignature
 from worker.examples import gpt, unet
 from worker.model.export import trace
 

@@ -13,8 +13,14 @@ from worker.actor.device import WorkerAddress
 from worker.contract.costs import MeshUpdate
 from worker.contract.failures import AttemptFailure, OutOfMemoryFailure
 from worker.contract.job import Job
-from worker.contract.model_signature import EdgeSignature, LayerSignature, ModelSignature
-from worker.contract.planned import PlannedJob, parse_planned_job, planned_seconds
+from worker.contract.planned import (
+    EdgeSignature,
+    LayerSignature,
+    ModelSignature,
+    PlannedJob,
+    parse_planned_job,
+    planned_seconds,
+)
 from worker.contract.profile import LayerCost, LayerProfile
 from worker.contract.reasons import Reason
 from worker.driver.limits import Limits
