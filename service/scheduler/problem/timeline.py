@@ -147,7 +147,7 @@ class OrderError(SpecError):
 
 @dataclass(frozen=True, eq=False)
 class EarliestTimes:
-    """`start` of every task; `topological` lists those that are on or behind no cycle, causes first."""
+    """`start` of every task; `topological` lists the tasks that are on or behind no cycle, causes first."""
 
     start: np.ndarray
     topological: np.ndarray
@@ -174,7 +174,7 @@ def earliest_times(problem: Problem, *edges: Edges, durations: np.ndarray | None
 
 
 def compress_edges(nodes: int, causes: np.ndarray, effects: np.ndarray) -> kernels.Rows:
-    """For each node those that come after it, in the order of the edges."""
+    """The successors of each node, in the order of the edges."""
     return kernels.Rows(*kernels.compress_rows(nodes, causes, effects))
 
 

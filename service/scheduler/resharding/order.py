@@ -177,7 +177,7 @@ def cut_into_messages(parts: Iterable[TilePart], chunks: int) -> tuple[Message, 
 
 
 def message_count(parts: Iterable[TilePart], chunks: int) -> int:
-    """How many messages `cut_into_messages` would make."""
+    """The number of messages that `cut_into_messages` would make."""
     return sum(
         len(part.hops) * (1 if part.depth < 2 else min(chunks, part.end - part.begin)) for part in parts
     )

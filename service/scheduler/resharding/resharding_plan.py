@@ -16,7 +16,7 @@ from service.scheduler.resharding.order import TimedMessages
 
 _LATENCY_SCALE = 1000
 _MAX_FLOW_VALUE = 2**62
-"""Of what the flow's whole numbers can hold, half."""
+"""Half of the largest whole number of the flow solver."""
 
 
 def resharding_lower_bound_s(problem: ReshardingProblem) -> float:

@@ -18,7 +18,7 @@ MAX_MESH_WORKERS = 1024
 MAX_TILES = 4096
 """Workers of a mesh, and tiles: more would not be planned in seconds."""
 MAX_COPIES = 8192
-"""Pieces of the source times workers of the target: each may be a copy on its way; so many take half a minute."""
+"""Pieces of the source times workers of the target: each may be a copy in flight; this many take half a minute to plan."""
 MAX_FLOW_PRODUCT = 2**61
 """Elements times the square of all workers: the planner's flows count in 64 bits."""
 

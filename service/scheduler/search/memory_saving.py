@@ -32,13 +32,13 @@ STRETCH_FACTORS = (2.0, 4.0)  # times as long
 
 
 class TransferSlack:
-    """How slow a plan is when transfers take two and four times as long as planned; others are held against it."""
+    """The makespans of a plan whose transfers take two and four times as long as planned; other plans are compared."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._latest = [stretched_makespan(timeline, longer) * (1 + TOLERANCE) for longer in STRETCH_FACTORS]
 
     def kept_by(self, other: Timeline) -> bool:
-        """Whether another plan is no slower then."""
+        """True where another plan is no slower under the same delays."""
         return all(
             stretched_makespan(other, longer) <= latest
             for longer, latest in zip(STRETCH_FACTORS, self._latest, strict=True)
@@ -139,8 +139,10 @@ class _MemorySaver:
         return [limit if p == mesh else peak for p, peak in enumerate(self._peaks)]
 
     def _try_rules(self, limits: Sequence[int]) -> bool:
-        """Whether a rule's order does, as it comes out for the planned transfers or for longer ones: the second
-        keeps more slack in the same memory."""
+        """True where the order of a rule keeps the limits, for the planned transfers or for longer ones.
+
+        Orders for longer transfers keep more slack in the same memory.
+        """
         if not self._runners:
             problems = [self.problem]
             if self._rule_runs > _MIN_RUNS_FOR_STRETCHED:

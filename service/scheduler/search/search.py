@@ -77,12 +77,12 @@ class SearchResult:
 
 
 def _affordable_runs(problem: Problem, budget_s: float) -> int:
-    """How often a rule runs in so many seconds."""
+    """The number of runs of a rule in `budget_s` seconds."""
     return int(budget_s * _TASK_RUNS_PER_SECOND / (_RUN_OVERHEAD_TASKS + int(problem.exists.sum())))
 
 
 def reaches_bound(makespan: float, bound: float) -> bool:
-    """Whether a makespan equals a lower bound, within the tolerance of times."""
+    """True where a makespan equals a lower bound, within the tolerance of times."""
     return makespan <= bound * (1 + TOLERANCE)
 
 
@@ -229,11 +229,11 @@ class _Search:
 
     @property
     def spent_s(self) -> float:
-        """What the constructive plans cost, in seconds of the budget."""
+        """Seconds of the budget that the constructive plans cost."""
         return self._constructive.spent_s
 
     def try_standard_rules(self) -> None:
-        """The standard rules, each once; of a long step those that are the best on a short one."""
+        """The standard rules, each once; for a long step the best ones on a short step."""
         chosen = priority_rules.standard_rules(self.problem)
         if self._short is not None and self.large:
             chosen = steady_state.rank_rules(self.problem, self._short, COMPARED_RULES)

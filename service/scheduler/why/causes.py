@@ -40,7 +40,7 @@ def find_causes(step: StepGraph, spec: PipelineSpec, *, step_s: float) -> list[C
 
 
 def significant_causes(found: Collection[Cause], *, step_s: float) -> list[Cause]:
-    """Those that cost a clear part of the step, the most expensive first."""
+    """The causes that cost a clear part of the step, the most expensive first."""
     guilty = [cause for cause in found if cause.cost_s >= MIN_COST_SHARE * step_s]
     return sorted(guilty, key=lambda cause: -cause.cost_s)
 
@@ -101,9 +101,9 @@ class _CauseFinder:
         )
 
     def computing(self) -> Iterator[Cause]:
-        """What all meshes have in common."""
+        """The slowdown that all meshes have in common."""
         common = median_low(self._ratios.values()) if self._ratios else 1.0
-        if common < _SLOWER_RATIO or len(self._ratios) == 1:  # of a single mesh nobody knows what it shares
+        if common < _SLOWER_RATIO or len(self._ratios) == 1:  # a single mesh has none to compare with
             return
         factor = {mesh: 1.0 / min(common, max(1.0, ratio)) for mesh, ratio in self._ratios.items()}
         yield Cause(
@@ -226,7 +226,7 @@ class _CauseFinder:
         return self._now_s - self._step.replay(self._step.measured_s, delays)
 
     def _saved(self, factor: Callable[[StepTask], float]) -> float:
-        """How much shorter the step is where each task lasts so many times as long as it did."""
+        """Seconds that a step saves whose tasks last `factor` times as long as measured."""
         lasts = [
             seconds * factor(task)
             for task, seconds in zip(self._step.tasks, self._step.measured_s, strict=True)
