@@ -39,10 +39,10 @@ def find_causes(step: StepGraph, spec: PipelineSpec, *, step_s: float) -> list[C
     return significant_causes(found, step_s=step_s)
 
 
-def significant_causes(found: Collection[Cause], *, step_s: float) -> list[Cause]:
+def significant_causes(causes: Collection[Cause], *, step_s: float) -> list[Cause]:
     """The causes that cost a clear part of the step, the most expensive first."""
-    guilty = [cause for cause in found if cause.cost_s >= MIN_COST_SHARE * step_s]
-    return sorted(guilty, key=lambda cause: -cause.cost_s)
+    significant = [cause for cause in causes if cause.cost_s >= MIN_COST_SHARE * step_s]
+    return sorted(significant, key=lambda cause: -cause.cost_s)
 
 
 class _CauseFinder:
