@@ -87,7 +87,8 @@ def make_step_graph(
     if missing := next((task for task in tasks if task not in ran), None):
         measured_tasks = sum(task in ran for task in tasks)
         raise PlanMismatchError(
-            f"of the plan's {len(tasks)} actions and transfers {measured_tasks} were measured ({_task_name(missing)} was not)"
+            f"of the plan's {len(tasks)} actions and transfers {measured_tasks} were measured "
+            f"({_task_name(missing)} was not)"
         )
     order = _topological_order(before)
     place = {task: at for at, task in enumerate(order)}
