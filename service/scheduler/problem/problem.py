@@ -320,7 +320,7 @@ class Problem(MemoryArrays):
 
     @cached_property
     def kind_rank(self) -> np.ndarray:
-        """A topological number for each kind: it is larger than those of the kinds it waits for."""
+        """A topological number for each kind: larger than the numbers of all kinds that it waits for."""
         rank = np.full(self.kinds, -1, dtype=np.int64)
         remaining = [len(needs) for needs in self.dependencies]
         dependents = self.dependents

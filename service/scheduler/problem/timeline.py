@@ -232,7 +232,7 @@ def retime(problem: Problem, sequence: np.ndarray, *waits: Edges) -> Timeline:
 
 
 def order_by_start(problem: Problem, start: np.ndarray) -> np.ndarray:
-    """All tasks by start; of those at one instant the ones without length first, causes before effects."""
+    """All tasks by start; at one instant tasks without length come first, causes before effects."""
     tasks = np.flatnonzero(problem.exists.reshape(-1))
     rank = problem.kind_rank[tasks // problem.microbatches]
     length = problem.duration.reshape(-1)[tasks]

@@ -116,7 +116,7 @@ def _busiest_mesh(problem: Problem) -> int:
 
 
 def _repeat(timeline: Timeline, problem: Problem, first: int, last: int, period: int) -> np.ndarray:
-    """The sequence with [first, last) so often that there are enough microbatches; those too many left out."""
+    """The sequence with [first, last) repeated until there are enough microbatches; surplus ones are left out."""
     short = timeline.problem.microbatches
     kinds, numbers = np.divmod(timeline.sequence, short)
     times = -(-(problem.microbatches - short) // period)

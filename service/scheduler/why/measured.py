@@ -218,7 +218,7 @@ class CauseKind(StrEnum):
     NETWORK = "slow network"
     """All links alike are slower than planned."""
     MESH = "straggler"
-    """The actions of one mesh themselves take longer than those of the others, beside their plan."""
+    """The actions of one mesh themselves take longer than on other meshes, relative to their plan."""
     STAGE = "slow stage"
     """One of several stages of a mesh, while the others of that mesh keep to their plan."""
     COMPUTE = "slow computing"
