@@ -109,14 +109,14 @@ def _profile_with_meshes(
     return HeterogeneousProfile(**own, mesh_profiles=tuple(mesh_profiles), parallelism=tuple(parallelism))
 
 
-def card_bandwidth(network: NetworkSpec, one: MeshParallelism, other: MeshParallelism) -> float | None:
+def card_bandwidth(network: NetworkSpec, source: MeshParallelism, target: MeshParallelism) -> float | None:
     """Bytes a second over the network cards between two meshes, by the link that was measured between their first workers.
 
     A link within one node says nothing of the cards that other workers of the meshes use: these are then taken to be as
     slow as the slowest link that was measured.
     """
-    bandwidth, _ = link_costs(network)(one.name, other.name)
-    if one.nodes[0] != other.nodes[0] or len({*one.nodes, *other.nodes}) == 1:
+    bandwidth, _ = link_costs(network)(source.name, target.name)
+    if source.nodes[0] != target.nodes[0] or len({*source.nodes, *target.nodes}) == 1:
         return bandwidth
     return min(
         (known for known in (bandwidth, network.bandwidth_bytes_per_s) if known is not None), default=None
@@ -150,11 +150,11 @@ def reshard_tensor(
 ) -> ReshardingPlan:
     """The plan by which tensor `name` goes from the first mesh of `sides` to the second; `shapes` are those of a worker's
     part on each. SpecError where the shapes do not show how it is sharded."""
-    one, other = sides
-    along = _batch_dimension(name, shapes, (one.data, other.data), differentiable)
-    tensor = Tensor(global_shape(shapes[0], along, one.data), element_bytes)
-    links = _resharding_links(network, one, other)
-    return _cached_resharding(tensor, _layout_on_mesh(one, along), _layout_on_mesh(other, along), links)
+    source, target = sides
+    along = _batch_dimension(name, shapes, (source.data, target.data), differentiable)
+    tensor = Tensor(global_shape(shapes[0], along, source.data), element_bytes)
+    links = _resharding_links(network, source, target)
+    return _cached_resharding(tensor, _layout_on_mesh(source, along), _layout_on_mesh(target, along), links)
 
 
 def _edge_key(edge: LayerEdge) -> tuple[int, int, int, str]:
@@ -187,11 +187,11 @@ def _layout_on_mesh(mesh: MeshParallelism, along: int | None) -> Layout:
     return mesh_layout(mesh.name, mesh=(mesh.data, mesh.tensor), split=(along, None), hosts=mesh.nodes)
 
 
-def _resharding_links(network: NetworkSpec, one: MeshParallelism, other: MeshParallelism) -> Links:
-    bandwidth, latency_s = link_costs(network)(one.name, other.name)
-    if one.nodes[0] != other.nodes[0]:
+def _resharding_links(network: NetworkSpec, source: MeshParallelism, target: MeshParallelism) -> Links:
+    bandwidth, latency_s = link_costs(network)(source.name, target.name)
+    if source.nodes[0] != target.nodes[0]:
         return Links(bandwidth or _ASSUMED_BYTES_PER_S, latency_s=latency_s)
-    card = card_bandwidth(network, one, other) or _ASSUMED_BYTES_PER_S
+    card = card_bandwidth(network, source, target) or _ASSUMED_BYTES_PER_S
     return Links(card, bandwidth or _ASSUMED_BYTES_PER_S, latency_s, latency_s)
 
 

@@ -152,11 +152,11 @@ def network_per_worker_pair(
     return network.model_copy(update={"bandwidth_bytes_per_s": rest, "links": links})
 
 
-def _pair_bandwidth(network: NetworkSpec, one: MeshParallelism, other: MeshParallelism) -> float | None:
+def _pair_bandwidth(network: NetworkSpec, source: MeshParallelism, target: MeshParallelism) -> float | None:
     """Bytes a second of the slowest pair of workers: the card of the node with most pairs is shared by all of them."""
-    away = [(here, there) for here, there in zip(one.nodes, other.nodes, strict=False) if here != there]
+    away = [(here, there) for here, there in zip(source.nodes, target.nodes, strict=False) if here != there]
     if not away:
-        return link_costs(network)(one.name, other.name)[0]
-    card = card_bandwidth(network, one, other)
+        return link_costs(network)(source.name, target.name)[0]
+    card = card_bandwidth(network, source, target)
     fullest = max(count for side in zip(*away, strict=True) for count in Counter(side).values())
     return None if card is None else card / fullest

@@ -30,7 +30,7 @@ def peak_activation(problem: Problem, lane: np.ndarray) -> tuple[int, int]:
 
 
 def keeps_activation_limits(problem: Problem, lanes: list[np.ndarray]) -> bool:
-    """Whether compute orders keep every activation limit and max_in_flight."""
+    """True where compute orders keep every activation limit and max_in_flight."""
     for mesh, lane in enumerate(lanes):
         limit = int(problem.activation_capacity[mesh])
         if 0 <= limit < peak_activation(problem, lane)[0] or in_flight_violation(problem, lane) is not None:
@@ -39,7 +39,7 @@ def keeps_activation_limits(problem: Problem, lanes: list[np.ndarray]) -> bool:
 
 
 def in_flight_violation(problem: Problem, lane: np.ndarray) -> str | None:
-    """Where a compute order breaks max_in_flight at a source stage, in words, or None."""
+    """A message on the first place where a compute order breaks max_in_flight at a source stage, or None."""
     most = problem.spec.max_in_flight
     if most is None or most >= problem.microbatches or problem.inference:
         return None
@@ -88,9 +88,9 @@ def latest_compute(timeline: Timeline, compute: np.ndarray, receives: np.ndarray
 
 
 def _same_instant(timeline: Timeline, times: np.ndarray) -> np.ndarray:
-    """How far from each of these times another one may lie and still be the same instant, in seconds.
+    """Seconds by which another time may differ from each of `times` and still be the same instant.
 
-    No farther than half the shortest action or transfer: to take what ends that much later for what has ended would
+    At most half the shortest action or transfer: to take a task that ends later for one that has ended would
     hold a transfer up, and each of a chain of them the next, until the programs are later than their plan.
     """
     shortest = timeline.problem.shortest_s
@@ -157,7 +157,7 @@ def _posting_waits_of(timeline: Timeline, meshes: list[int]) -> Edges:
 
 
 def keeps_receive_limits(timeline: Timeline) -> bool:
-    """Whether no mesh needs more receive buffers than it has."""
+    """True where no mesh needs more receive buffers than it has."""
     limits = timeline.problem.receive_limit.tolist()
     return all(
         limit < 0 or peak <= limit for peak, limit in zip(peak_receive_buffers(timeline), limits, strict=True)
@@ -208,7 +208,7 @@ def over_memory(timeline: Timeline) -> list[tuple[str, int, int]]:
 
 
 def keeps_memory_limits(timeline: Timeline) -> bool:
-    """Whether no mesh ever holds more than its memory_bytes."""
+    """True where no mesh ever holds more than its memory_bytes."""
     return not over_memory(timeline)
 
 

@@ -67,7 +67,7 @@ class MemoryArrays:
 
     @property
     def activation_limit_is_exact(self) -> bool:
-        """Whether `activation_limit` rules out nothing that fits: it keeps the workspace free all the time.
+        """True where `activation_limit` rules out nothing that fits: it keeps the workspace free all the time.
 
         With one stage a mesh it does: after the forward that holds the most comes a backward, which needs all of it.
         """
@@ -218,7 +218,7 @@ class Problem(MemoryArrays):
 
     @property
     def splits(self) -> bool:
-        """Whether any backward is two actions."""
+        """True where any backward is two actions."""
         return not self.inference and not bool(self.fused.all())
 
     def kind(self, stage: Index, op: int) -> Index:
@@ -320,7 +320,7 @@ class Problem(MemoryArrays):
 
     @cached_property
     def kind_rank(self) -> np.ndarray:
-        """A topological number for each kind: it is larger than those of the kinds it waits for."""
+        """A topological number for each kind: larger than the numbers of all kinds that it waits for."""
         rank = np.full(self.kinds, -1, dtype=np.int64)
         remaining = [len(needs) for needs in self.dependencies]
         dependents = self.dependents
@@ -402,7 +402,7 @@ class Problem(MemoryArrays):
 
     @property
     def contended(self) -> bool:
-        """Whether transfers occupy anything."""
+        """True where transfers occupy a resource."""
         return bool(self.transfers) and bool((self.resources[self.compute_kinds :] >= 0).any())
 
     @cached_property
@@ -540,7 +540,7 @@ def local_actions(problem: Problem) -> list[LocalAction]:
 
 
 def actions_of_mesh(problem: Problem, mesh: int) -> dict[int, LocalAction]:
-    """What one mesh does, by kind."""
+    """The actions of one mesh by kind."""
     return {action.kind: action for action in local_actions(problem) if action.mesh == mesh}
 
 

@@ -48,7 +48,7 @@ class MeshSpec(_FrozenModel):
 
 
 class RecomputeSpec(_FrozenModel):
-    """What a stage keeps when it drops its activations, and how much longer its B or I takes then.
+    """The bytes that a stage keeps when it drops its activations, and the seconds by which its B or I grows.
 
     `rematerialised_bytes` come back for B (or from I to W): the rest of its activations where null. With
     `required` the stage recomputes under every schedule; else `auto` may choose it.
@@ -83,7 +83,7 @@ class StageSpec(_FrozenModel):
 
     @property
     def whole_backward_s(self) -> float:
-        """How long B lasts."""
+        """Seconds of B."""
         split_s = self.backward_input_s + self.backward_weight_s
         return split_s if self.backward_s is None else self.backward_s
 
@@ -123,7 +123,7 @@ class LinkSpec(_FrozenModel):
 
 
 class NetworkSpec(_FrozenModel):
-    """What transfers may share, and how bytes become seconds; `links` are the pairs that differ from the rest."""
+    """The resources that transfers share, and the seconds of a byte; `links` are the pairs that differ from the rest."""
 
     contention: Contention = "none"
     bandwidth_bytes_per_s: Bandwidth | None = None
@@ -365,7 +365,7 @@ def link_costs(network: NetworkSpec) -> Callable[[str, str], tuple[float | None,
 def edge_costs(spec: PipelineSpec) -> Callable[[int], tuple[float, float]]:
     """(forward, backward) seconds of the transfers of an edge, from its times, or from its bytes and its link.
 
-    What it returns raises SpecError for an edge whose costs are missing, double or endless.
+    The returned function raises SpecError for an edge whose costs are missing, double or endless.
     """
     mesh_of = {stage.name: stage.mesh for stage in spec.stages}
     of_pair = link_costs(spec.network)
@@ -472,7 +472,7 @@ def _check_activation_limits(spec: PipelineSpec) -> None:
 
 
 def _least_activation_bytes(spec: PipelineSpec, stage: StageSpec) -> int:
-    """What a stage keeps of a microbatch at least, from F on: it may recompute."""
+    """Least bytes that a stage keeps of a microbatch from F on: it may recompute."""
     if spec.schedule == "inference" or stage.recompute is None:
         return stage.activation_bytes
     kept = stage.recompute.activation_bytes
@@ -480,7 +480,7 @@ def _least_activation_bytes(spec: PipelineSpec, stage: StageSpec) -> int:
 
 
 def _least_backward_bytes(spec: PipelineSpec, stage: StageSpec) -> int:
-    """What a stage holds of a microbatch at least while its B or I runs."""
+    """Least bytes that a stage holds of a microbatch while its B or I runs."""
     if spec.schedule == "inference":
         return stage.activation_bytes
     whole = stage.activation_bytes + stage.rematerialised_bytes
@@ -492,7 +492,7 @@ def _least_backward_bytes(spec: PipelineSpec, stage: StageSpec) -> int:
 
 
 def rematerialised_bytes(stage: StageSpec) -> int:
-    """What comes back for the backward of a stage when it recomputes."""
+    """Bytes that are there again for the backward of a stage when it recomputes."""
     option = stage.recompute
     if option is None:
         return stage.rematerialised_bytes

@@ -147,7 +147,7 @@ class OrderError(SpecError):
 
 @dataclass(frozen=True, eq=False)
 class EarliestTimes:
-    """`start` of every task; `topological` lists those that are on or behind no cycle, causes first."""
+    """`start` of every task; `topological` lists the tasks that are on or behind no cycle, causes first."""
 
     start: np.ndarray
     topological: np.ndarray
@@ -174,7 +174,7 @@ def earliest_times(problem: Problem, *edges: Edges, durations: np.ndarray | None
 
 
 def compress_edges(nodes: int, causes: np.ndarray, effects: np.ndarray) -> kernels.Rows:
-    """For each node those that come after it, in the order of the edges."""
+    """The successors of each node, in the order of the edges."""
     return kernels.Rows(*kernels.compress_rows(nodes, causes, effects))
 
 
@@ -232,7 +232,7 @@ def retime(problem: Problem, sequence: np.ndarray, *waits: Edges) -> Timeline:
 
 
 def order_by_start(problem: Problem, start: np.ndarray) -> np.ndarray:
-    """All tasks by start; of those at one instant the ones without length first, causes before effects."""
+    """All tasks by start; at one instant tasks without length come first, causes before effects."""
     tasks = np.flatnonzero(problem.exists.reshape(-1))
     rank = problem.kind_rank[tasks // problem.microbatches]
     length = problem.duration.reshape(-1)[tasks]

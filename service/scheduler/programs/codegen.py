@@ -91,7 +91,7 @@ def _waits_of_step(lane: np.ndarray, names: list[str], pointer: np.ndarray, wait
         members = np.flatnonzero(lane == index)
         if name.startswith("send:") and len(members) and known[index] < number[members[-1]]:
             final.append(int(members[-1]))
-    # a send may wait for another: keep those that no other one implies
+    # a send may wait for another: keep the waits that no other one implies
     return [i for i in final if not any(before[j, lane[i]] >= number[i] for j in final if j != i)]
 
 

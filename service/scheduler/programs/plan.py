@@ -48,7 +48,7 @@ class Slot:
 
 
 class MeshPlan(BaseModel):
-    """What the plan asks of one mesh."""
+    """A mesh under the plan: its peaks of memory and its times."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -63,7 +63,7 @@ class MeshPlan(BaseModel):
 
 
 class StagePlan(BaseModel):
-    """What the plan asks of one stage."""
+    """A stage under the plan."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -72,7 +72,7 @@ class StagePlan(BaseModel):
 
 
 class PlanOrigin(BaseModel):
-    """What a plan depends on beside its spec: with the same of these, the same spec gives the same plan."""
+    """The budget, seeds and versions of a plan: with equal ones the same spec gives the same plan."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -58,7 +58,7 @@ def replay(problem: Problem, meshes: list[MeshProgram]) -> Replay:
 
 
 def _lane_and_wait_edges(meshes: list[MeshProgram]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(sources, targets, posting): orders of lanes and waits; posting marks those that are waits of receives or actions."""
+    """(sources, targets, posting): orders of lanes and waits; posting marks the waits of receives or actions."""
     sources, targets, posting = [], [], []
     for program in meshes:
         for lane in range(len(program.lane_names)):

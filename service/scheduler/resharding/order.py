@@ -177,7 +177,7 @@ def cut_into_messages(parts: Iterable[TilePart], chunks: int) -> tuple[Message, 
 
 
 def message_count(parts: Iterable[TilePart], chunks: int) -> int:
-    """How many messages `cut_into_messages` would make."""
+    """The number of messages that `cut_into_messages` would make."""
     return sum(
         len(part.hops) * (1 if part.depth < 2 else min(chunks, part.end - part.begin)) for part in parts
     )
@@ -302,14 +302,24 @@ def _message_ports(problem: ReshardingProblem, message: Message) -> tuple[tuple[
 
 
 def _sorted_by_start(timed: TimedMessages) -> TimedMessages:
-    """By start; of equal starts what waits comes later (a message of length 0 ends as it starts)."""
+    """The messages by start; at equal starts a waiting message comes later (one of length 0 ends as it starts)."""
     order = sorted(range(len(timed.messages)), key=lambda m: (timed.starts[m], timed.ends[m], m))
     place = {m: k for k, m in enumerate(order)}
     messages = []
     for m in order:
-        one = timed.messages[m]
-        after = tuple(sorted(place[before] for before in one.after))
-        messages.append(Message(one.tile, one.begin, one.end, one.sender, one.receiver, one.local, after))
+        message = timed.messages[m]
+        after = tuple(sorted(place[before] for before in message.after))
+        messages.append(
+            Message(
+                message.tile,
+                message.begin,
+                message.end,
+                message.sender,
+                message.receiver,
+                message.local,
+                after,
+            )
+        )
     return TimedMessages(
         tuple(messages), tuple(timed.starts[m] for m in order), tuple(timed.ends[m] for m in order)
     )

@@ -42,46 +42,46 @@ from service.scheduler.resharding.resharding_plan import (
 
 
 def plan_send_and_receive(tensor: Tensor, source: Layout, target: Layout, links: Links) -> ReshardingPlan:
-    """Every worker of the target gets its tiles one by one, from the holder whose turn it is."""
-    given = resharding_problem(tensor, source, target, links)
+    """Every worker of the target receives its tiles one by one, from their holders in turn."""
+    problem = resharding_problem(tensor, source, target, links)
     messages = []
-    for receiver in range(given.sources, len(given.workers)):
-        for number, tile in enumerate(given.tiles):
+    for receiver in range(problem.sources, len(problem.workers)):
+        for number, tile in enumerate(problem.tiles):
             if receiver in tile.needers:
-                sender = tile.holders[(receiver - given.sources) % len(tile.holders)]
-                messages.append(_whole_tile_message(given, number, sender, receiver, ()))
+                sender = tile.holders[(receiver - problem.sources) % len(tile.holders)]
+                messages.append(_whole_tile_message(problem, number, sender, receiver, ()))
     return make_resharding_plan(
-        given, in_given_order(given, messages), resharding_lower_bound_s(given), "send and receive"
+        problem, in_given_order(problem, messages), resharding_lower_bound_s(problem), "send and receive"
     )
 
 
 def plan_gather_then_send(tensor: Tensor, source: Layout, target: Layout, links: Links) -> ReshardingPlan:
-    """The first worker of the source gathers, the first of the target gets everything, then gives it out."""
-    given = resharding_problem(tensor, source, target, links)
-    gatherer, giver = 0, given.sources
+    """The first worker of the source gathers, the first of the target receives everything, then sends it on."""
+    problem = resharding_problem(tensor, source, target, links)
+    gatherer, distributor = 0, problem.sources
     messages: list[Message] = []
-    for number, tile in enumerate(given.tiles):
+    for number, tile in enumerate(problem.tiles):
         if gatherer not in tile.holders:
-            messages.append(_whole_tile_message(given, number, tile.holders[0], gatherer, ()))
+            messages.append(_whole_tile_message(problem, number, tile.holders[0], gatherer, ()))
     gathered = tuple(range(len(messages)))
     sent = []
-    for number in range(len(given.tiles)):
+    for number in range(len(problem.tiles)):
         sent.append(len(messages))
-        messages.append(_whole_tile_message(given, number, gatherer, giver, gathered))
-    for receiver in range(given.sources + 1, len(given.workers)):
-        for number, tile in enumerate(given.tiles):
+        messages.append(_whole_tile_message(problem, number, gatherer, distributor, gathered))
+    for receiver in range(problem.sources + 1, len(problem.workers)):
+        for number, tile in enumerate(problem.tiles):
             if receiver in tile.needers:
-                messages.append(_whole_tile_message(given, number, giver, receiver, tuple(sent)))
+                messages.append(_whole_tile_message(problem, number, distributor, receiver, tuple(sent)))
     return make_resharding_plan(
-        given, in_given_order(given, messages), resharding_lower_bound_s(given), "gather, then send"
+        problem, in_given_order(problem, messages), resharding_lower_bound_s(problem), "gather, then send"
     )
 
 
 def _whole_tile_message(
-    given: ReshardingProblem, number: int, sender: int, receiver: int, after: tuple[int, ...]
+    problem: ReshardingProblem, number: int, sender: int, receiver: int, after: tuple[int, ...]
 ) -> Message:
-    local = given.workers[sender].host == given.workers[receiver].host
-    return Message(number, 0, given.tiles[number].elements, sender, receiver, local, after)
+    local = problem.workers[sender].host == problem.workers[receiver].host
+    return Message(number, 0, problem.tiles[number].elements, sender, receiver, local, after)
 
 
 DEFAULT_MAX_MESSAGES = 1024
@@ -92,7 +92,7 @@ _MAX_REFINED_ROUTES = 3
 
 @dataclass(frozen=True)
 class _RouteCandidate:
-    """Parts, also in the order of matchings where there is one, and the best that is known of them."""
+    """The parts of a route, and the same in the order of matchings where there is one."""
 
     strategy: str
     parts: tuple[TilePart, ...]
@@ -108,10 +108,10 @@ class _TimedRoute:
         """Shorter, or as short with fewer messages."""
         if other is None:
             return True
-        one, two = self.timed, other.timed
-        if abs(one.makespan_s - two.makespan_s) > PROOF_TOLERANCE * two.makespan_s:
-            return one.makespan_s < two.makespan_s
-        return len(one.messages) < len(two.messages)
+        timed, timed_other = self.timed, other.timed
+        if abs(timed.makespan_s - timed_other.makespan_s) > PROOF_TOLERANCE * timed_other.makespan_s:
+            return timed.makespan_s < timed_other.makespan_s
+        return len(timed.messages) < len(timed_other.messages)
 
 
 def plan_resharding(
@@ -121,51 +121,53 @@ def plan_resharding(
 
     `messages` limits how finely parts are cut for pipelining; a plan has more only where its parts alone are more.
     """
-    given = resharding_problem(tensor, source, target, links)
-    bound = resharding_lower_bound_s(given)
+    problem = resharding_problem(tensor, source, target, links)
+    bound = resharding_lower_bound_s(problem)
     best: _TimedRoute | None = None
-    looked: list[tuple[float, int, _RouteCandidate, int]] = []
-    for number, route in enumerate(_distinct_routes(given)):
+    coarse: list[tuple[float, int, _RouteCandidate, int]] = []
+    for number, route in enumerate(_distinct_routes(problem)):
         counts = list(_chunk_counts(route.parts, 1, messages // _COARSE_DIVISOR)) or [1]
-        found = _best_order(given, route, counts)
-        looked.append((found.timed.makespan_s, number, route, counts[-1]))
+        found = _best_order(problem, route, counts)
+        coarse.append((found.timed.makespan_s, number, route, counts[-1]))
         best = found if found.better_than(best) else best
         if best.timed.makespan_s <= bound * (1 + PROOF_TOLERANCE):
             return make_resharding_plan(
-                given, best.timed, bound, best.strategy
+                problem, best.timed, bound, best.strategy
             )  # styles with fewer messages come first
-    for _, _, route, chunks in sorted(looked, key=lambda one: one[:2])[:_MAX_REFINED_ROUTES]:
+    for _, _, route, chunks in sorted(coarse, key=lambda look: look[:2])[:_MAX_REFINED_ROUTES]:
         if counts := list(_chunk_counts(route.parts, 2 * chunks, messages)):
-            found = _best_order(given, route, counts)
+            found = _best_order(problem, route, counts)
             best = found if found.better_than(best) else best
     assert best is not None
-    return make_resharding_plan(given, best.timed, bound, best.strategy)
+    return make_resharding_plan(problem, best.timed, bound, best.strategy)
 
 
-def _best_order(given: ReshardingProblem, route: _RouteCandidate, counts: list[int]) -> _TimedRoute:
+def _best_order(problem: ReshardingProblem, route: _RouteCandidate, counts: list[int]) -> _TimedRoute:
     best: _TimedRoute | None = None
     for chunks in counts:
-        how = f"{route.strategy}, {chunks} chunks" if chunks > 1 else route.strategy
+        strategy = f"{route.strategy}, {chunks} chunks" if chunks > 1 else route.strategy
         cut = cut_into_messages(route.parts, chunks)
-        found = [_TimedRoute(list_schedule(given, cut, tails_first=first), how) for first in (False, True)]
+        routes = [
+            _TimedRoute(list_schedule(problem, cut, tails_first=first), strategy) for first in (False, True)
+        ]
         if route.matched is not None:
-            ordered = in_given_order(given, cut_into_messages(route.matched, chunks))
-            found.append(_TimedRoute(ordered, f"{how}, in matchings"))
-        for one in found:
-            best = one if one.better_than(best) else best
+            ordered = in_given_order(problem, cut_into_messages(route.matched, chunks))
+            routes.append(_TimedRoute(ordered, f"{strategy}, in matchings"))
+        for candidate in routes:
+            best = candidate if candidate.better_than(best) else best
     assert best is not None
     return best
 
 
-def _distinct_routes(given: ReshardingProblem) -> Iterator[_RouteCandidate]:
+def _distinct_routes(problem: ReshardingProblem) -> Iterator[_RouteCandidate]:
     seen = set()
-    links = given.links
+    links = problem.links
     slow_hosts = links.local_bytes_per_s is not None and links.local_bytes_per_s < links.card_bytes_per_s
     for style in SLOW_HOST_ROUTE_STYLES if slow_hosts else ROUTE_STYLES:
-        parts = make_routes(given, style)
+        parts = make_routes(problem, style)
         if parts not in seen:
             seen.add(parts)
-            yield _RouteCandidate(str(style), parts, in_matching_order(given, parts))
+            yield _RouteCandidate(str(style), parts, in_matching_order(problem, parts))
 
 
 def _chunk_counts(parts: tuple[TilePart, ...], first: int, messages: int) -> Iterator[int]:

@@ -16,7 +16,7 @@ from service.scheduler.resharding.order import TimedMessages
 
 _LATENCY_SCALE = 1000
 _MAX_FLOW_VALUE = 2**62
-"""Of what the flow's whole numbers can hold, half."""
+"""Half of the largest whole number of the flow solver."""
 
 
 def resharding_lower_bound_s(problem: ReshardingProblem) -> float:
@@ -184,17 +184,17 @@ def make_resharding_plan(
     )
     messages = tuple(
         PlannedMessage(
-            one.tile,
-            one.begin,
-            one.end,
-            workers[one.sender].name,
-            workers[one.receiver].name,
-            one.local,
-            one.after,
+            message.tile,
+            message.begin,
+            message.end,
+            workers[message.sender].name,
+            workers[message.receiver].name,
+            message.local,
+            message.after,
             start,
             end,
         )
-        for one, start, end in zip(timed.messages, timed.starts, timed.ends, strict=True)
+        for message, start, end in zip(timed.messages, timed.starts, timed.ends, strict=True)
     )
     return ReshardingPlan(
         problem.tensor.shape,

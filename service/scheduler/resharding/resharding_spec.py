@@ -18,7 +18,7 @@ MAX_MESH_WORKERS = 1024
 MAX_TILES = 4096
 """Workers of a mesh, and tiles: more would not be planned in seconds."""
 MAX_COPIES = 8192
-"""Pieces of the source times workers of the target: each may be a copy on its way; so many take half a minute."""
+"""Pieces of the source times workers of the target: each may be a copy in flight; this many take half a minute to plan."""
 MAX_FLOW_PRODUCT = 2**61
 """Elements times the square of all workers: the planner's flows count in 64 bits."""
 
@@ -131,18 +131,18 @@ def load_resharding(data: Mapping[str, Any]) -> Resharding:
         spec = ReshardingSpec.model_validate(data)
     except ValidationError as error:
         raise SpecError("; ".join(_describe(item) for item in error.errors())) from error
-    given = spec.tensor
-    size = given.element_bytes or ELEMENT_BYTES[given.dtype or "float32"]
-    tensor = Tensor(given.shape, size)
-    source = _checked_layout("source", spec.source, given.shape)
-    target = _checked_layout("target", spec.target, given.shape)
+    tensor_spec = spec.tensor
+    size = tensor_spec.element_bytes or ELEMENT_BYTES[tensor_spec.dtype or "float32"]
+    tensor = Tensor(tensor_spec.shape, size)
+    source = _checked_layout("source", spec.source, tensor_spec.shape)
+    target = _checked_layout("target", spec.target, tensor_spec.shape)
     most = MAX_FLOW_PRODUCT // (source.workers + target.workers) ** 2
     if tensor.elements > most:
         raise SpecError(
-            f"tensor.shape is {list(given.shape)}, {tensor.elements} elements: at most {most} are planned for "
+            f"tensor.shape is {list(tensor_spec.shape)}, {tensor.elements} elements: at most {most} are planned for "
             f"{source.workers + target.workers} workers; take a slice of it, times are proportional"
         )
-    boxes = [len(set(side.boxes(given.shape))) for side in (source, target)]
+    boxes = [len(set(side.boxes(tensor_spec.shape))) for side in (source, target)]
     if boxes[0] * boxes[1] > MAX_TILES:
         raise SpecError(
             f"{boxes[0]} pieces of the source and {boxes[1]} of the target may make {boxes[0] * boxes[1]} tiles, "
@@ -158,40 +158,41 @@ def load_resharding(data: Mapping[str, Any]) -> Resharding:
     return Resharding(tensor, source, target, links)
 
 
-def _checked_layout(name: str, given: LayoutSpec, shape: tuple[int, ...]) -> Layout:
-    mesh = _mesh_shape(name, given)
-    if len(given.placement) != len(mesh):
+def _checked_layout(name: str, layout_spec: LayoutSpec, shape: tuple[int, ...]) -> Layout:
+    mesh = _mesh_shape(name, layout_spec)
+    if len(layout_spec.placement) != len(mesh):
         raise SpecError(
-            f"{name}.placement has {len(given.placement)} entries for a mesh of {len(mesh)} dimensions "
+            f"{name}.placement has {len(layout_spec.placement)} entries for a mesh of {len(mesh)} dimensions "
             f"({' x '.join(map(str, mesh))}): give one for each, replicate or split(DIMENSION)"
         )
-    for d, one in enumerate(given.placement):
-        if one is not None and one.dimension >= len(shape):
+    for d, split in enumerate(layout_spec.placement):
+        if split is not None and split.dimension >= len(shape):
             raise SpecError(
-                f"{name}.placement.{d} splits dimension {one.dimension}, and the tensor has {len(shape)}: they count from 0"
+                f"{name}.placement.{d} splits dimension {split.dimension}, and the tensor has {len(shape)}: "
+                "they count from 0"
             )
-    made = mesh_layout(
+    layout = mesh_layout(
         name,
         mesh=mesh,
-        split=tuple(None if one is None else one.dimension for one in given.placement),
-        hosts=_host_names(name, given, math.prod(mesh)),
-        sizes=tuple(None if one is None else one.sizes for one in given.placement),
+        split=tuple(None if split is None else split.dimension for split in layout_spec.placement),
+        hosts=_host_names(name, layout_spec, math.prod(mesh)),
+        sizes=tuple(None if split is None else split.sizes for split in layout_spec.placement),
     )
-    _check_sizes(made, shape)
-    return made
+    _check_sizes(layout, shape)
+    return layout
 
 
-def _mesh_shape(name: str, given: LayoutSpec) -> tuple[int, ...]:
-    if given.mesh is not None and given.accelerators is not None:
+def _mesh_shape(name: str, layout_spec: LayoutSpec) -> tuple[int, ...]:
+    if layout_spec.mesh is not None and layout_spec.accelerators is not None:
         raise SpecError(
             f"{name} has mesh and accelerators: give one of them, mesh says how many workers there are"
         )
-    if given.mesh is not None:
-        mesh = given.mesh
-    elif isinstance(given.hosts, tuple):
+    if layout_spec.mesh is not None:
+        mesh = layout_spec.mesh
+    elif isinstance(layout_spec.hosts, tuple):
         raise SpecError(f"{name}.hosts names the host of each worker: give mesh, its shape, as well")
     else:
-        mesh = (given.hosts, given.accelerators or 1)
+        mesh = (layout_spec.hosts, layout_spec.accelerators or 1)
     if math.prod(mesh) > MAX_MESH_WORKERS:
         raise SpecError(
             f"{name} has {math.prod(mesh)} workers, at most {MAX_MESH_WORKERS} are planned: take a smaller mesh"
@@ -199,20 +200,20 @@ def _mesh_shape(name: str, given: LayoutSpec) -> tuple[int, ...]:
     return mesh
 
 
-def _host_names(name: str, given: LayoutSpec, workers: int) -> tuple[str, ...]:
-    if isinstance(given.hosts, int):
-        if workers % given.hosts:
+def _host_names(name: str, layout_spec: LayoutSpec, workers: int) -> tuple[str, ...]:
+    if isinstance(layout_spec.hosts, int):
+        if workers % layout_spec.hosts:
             fitting = ", ".join(str(n) for n in range(1, workers + 1) if workers % n == 0)
             raise SpecError(
-                f"{name}.hosts is {given.hosts}, which does not divide {workers} workers: use one of {fitting}, "
+                f"{name}.hosts is {layout_spec.hosts}, which does not divide {workers} workers: use one of {fitting}, "
                 "or name the host of each worker"
             )
-        return tuple(f"{name}:{w * given.hosts // workers}" for w in range(workers))
-    if len(given.hosts) != workers:
+        return tuple(f"{name}:{w * layout_spec.hosts // workers}" for w in range(workers))
+    if len(layout_spec.hosts) != workers:
         raise SpecError(
-            f"{name}.hosts names {len(given.hosts)} hosts for {workers} workers: name one for each worker"
+            f"{name}.hosts names {len(layout_spec.hosts)} hosts for {workers} workers: name one for each worker"
         )
-    return given.hosts
+    return layout_spec.hosts
 
 
 def _check_sizes(made: Layout, shape: tuple[int, ...]) -> None:

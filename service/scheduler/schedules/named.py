@@ -29,7 +29,7 @@ def eager_lanes(problem: Problem) -> list[np.ndarray]:
 
 
 def eager_unit_clocks(problem: Problem) -> list[list[Action]]:
-    """What every stage runs in each clock when F and B take one clock and transfers none."""
+    """The actions of all stages by clock, when F and B take one clock and transfers none."""
     microbatches, most = problem.microbatches, in_flight_cap(problem)
     forwards, backwards = [0] * problem.stages, [0] * problem.stages
     limits = [

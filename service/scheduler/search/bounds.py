@@ -57,7 +57,7 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
 
 
 def drop_refuted_bounds(bounds: Mapping[str, float], makespan: float) -> tuple[dict[str, float], list[str]]:
-    """The bounds without those above a makespan that was reached, and what to say of each of these.
+    """The bounds without those above a makespan that was reached, and a note on each dropped one.
 
     Raises SchedulerDefect where defects are errors.
     """

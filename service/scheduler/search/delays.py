@@ -79,7 +79,7 @@ def _available_at_s(timeline: Timeline, transfer: int) -> float:
 def alap_transfers(timeline: Timeline, receivers: np.ndarray) -> Timeline:
     """The timeline with every transfer to the meshes `receivers` (bool[meshes]) as late as no other task minds.
 
-    What is sent waits at its sender instead. No longer than before.
+    Tensors wait at their sender instead. The makespan stays or falls.
     """
     problem = timeline.problem
     late = receivers[problem.receiver_of_kind]

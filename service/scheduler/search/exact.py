@@ -158,7 +158,7 @@ class ExactModel:
             self.model.add(forward >= self._task_end(self._ending_task(stage, ended, m - distance)))
 
     def _limit_single_stage(self, stage: int, m: int, limit: int) -> None:
-        """One stage on the mesh: with `inputs` I ended before forward m, so many W must have ended, too."""
+        """One stage on the mesh: with `inputs` I ended before forward m, enough W must have ended, too."""
         problem = self.problem
         activation, stash = int(problem.activation[stage]), int(problem.stash[stage])
         forward = problem.task(stage, FORWARD, m)
@@ -175,7 +175,7 @@ class ExactModel:
                 room.only_enforce_if(~self._precedes(problem.task(stage, BACKWARD, inputs), forward))
 
     def _limit_shared_mesh(self, stage: int, m: int, here: list[int], limit: int) -> None:
-        """What is held on the mesh when forward (stage, m) starts, by what comes before it on the lane."""
+        """Limits the bytes on the mesh when forward (stage, m) starts, by the tasks before it on the lane."""
         problem = self.problem
         forward = problem.task(stage, FORWARD, m)
         needed = int(problem.activation[stage]) * (m + 1) - limit  # to be given back before
@@ -199,7 +199,7 @@ class ExactModel:
             self.model.add(sum(literal * given for literal, given in terms) >= needed)
 
     def _precedes(self, first: int, second: int) -> cp_model.IntVar | bool:
-        """Whether one compute task of a mesh runs before another one: known, or a literal that says so."""
+        """True where `first` runs before `second` on their mesh, or a literal of this order where it is open."""
         (kind, m), (other, n) = (divmod(task, self.problem.microbatches) for task in (first, second))
         if m <= n and self.problem.precedes[kind, other]:
             return True
@@ -214,7 +214,7 @@ class ExactModel:
         return self._literals[first, second]
 
     def _chain_literals(self) -> None:
-        """What runs before a task runs before the next of its kind, and so did the one before it."""
+        """Order is transitive over microbatches: a task before another is before the next of its kind, too."""
         microbatches = self.problem.microbatches
         for (first, second), literal in self._literals.items():
             if (first + 1) % microbatches and (first + 1, second) in self._literals:
@@ -347,7 +347,7 @@ _ROUNDED_HORIZON = 2**46  # rounding down then costs far less than the tolerance
 
 @dataclass(frozen=True)
 class ExactResult:
-    """What the solver found: a timeline (or None) and a lower bound on every makespan, in seconds."""
+    """The result of the solver: a timeline (or None) and a lower bound on every makespan, in seconds."""
 
     timeline: Timeline | None
     lower_bound_s: float

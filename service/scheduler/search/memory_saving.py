@@ -28,34 +28,34 @@ from service.scheduler.problem.problem import Problem
 from service.scheduler.problem.timeline import OrderError, Timeline, earliest_times, lane_edges, simulate
 from service.scheduler.search import priority_rules
 
-STRETCH_FACTORS = (2.0, 4.0)  # times as long
+STRETCH_FACTORS = (2.0, 4.0)  # of the length of transfers
 
 
 class TransferSlack:
-    """How slow a plan is when transfers take two and four times as long as planned; others are held against it."""
+    """The makespans of a plan whose transfers take two and four times as long as planned; other plans are compared."""
 
     def __init__(self, timeline: Timeline) -> None:
-        self._latest = [stretched_makespan(timeline, longer) * (1 + TOLERANCE) for longer in STRETCH_FACTORS]
+        self._latest = [stretched_makespan(timeline, factor) * (1 + TOLERANCE) for factor in STRETCH_FACTORS]
 
     def kept_by(self, other: Timeline) -> bool:
-        """Whether another plan is no slower then."""
+        """True where another plan is no slower under the same delays."""
         return all(
-            stretched_makespan(other, longer) <= latest
-            for longer, latest in zip(STRETCH_FACTORS, self._latest, strict=True)
+            stretched_makespan(other, factor) <= latest
+            for factor, latest in zip(STRETCH_FACTORS, self._latest, strict=True)
         )
 
 
-def stretch_transfers(problem: Problem, longer: float) -> Problem:
-    """The same problem with transfers that take `longer` times as long."""
+def stretch_transfers(problem: Problem, factor: float) -> Problem:
+    """The same problem with transfers that take `factor` times as long."""
     transfers = tuple(
-        replace(transfer, forward_s=transfer.forward_s * longer, backward_s=transfer.backward_s * longer)
+        replace(transfer, forward_s=transfer.forward_s * factor, backward_s=transfer.backward_s * factor)
         for transfer in problem.transfers
     )
     return replace(problem, transfers=transfers)
 
 
-def stretched_makespan(timeline: Timeline, longer: float) -> float:
-    """The makespan, in seconds, when every transfer lasts `longer` times as long.
+def stretched_makespan(timeline: Timeline, factor: float) -> float:
+    """The makespan, in seconds, when every transfer lasts `factor` times as long.
 
     As its programs run it: each lane, port and directed pair in the planned order, receives posted after the action
     that the plan names. Infinite where these orders contradict each other.
@@ -66,9 +66,9 @@ def stretched_makespan(timeline: Timeline, longer: float) -> float:
     moves = timeline.transfers
     pairs = problem.sender_of_kind * problem.meshes + problem.receiver_of_kind
     pair = pairs[moves // problem.microbatches]
-    orders += [moves[pair == one] for one in np.unique(pair)]
+    orders += [moves[pair == number] for number in np.unique(pair)]
     durations = problem.duration.copy()
-    durations[problem.compute_kinds :] *= longer
+    durations[problem.compute_kinds :] *= factor
     flat = durations.reshape(-1)
     waits = posting_waits(timeline), send_buffer_waits(timeline), lane_edges(orders)
     times = earliest_times(problem, problem.dependency_edges, *waits, durations=flat)
@@ -78,10 +78,10 @@ def stretched_makespan(timeline: Timeline, longer: float) -> float:
 
 
 _ROUNDING = 1e-12  # relative: sums of the same times in another order
-_RULES_WITHOUT_CAP = 6  # the first of the standard rules: those without a cap of their own
+_RULES_WITHOUT_CAP = 6  # the first standard rules have no cap of their own
 _MIN_RUNS_FOR_STRETCHED = 100  # with fewer than these the rules are tried for the planned transfers only
-_RULE_RUN_BUDGET_TASKS = 800_000  # work: what a plan may cost here for rules, whatever its size,
-_SIMULATION_BUDGET_TASKS = 300_000  # and for changed orders
+_RULE_RUN_BUDGET_TASKS = 800_000  # tasks of all runs of rules for one plan
+_SIMULATION_BUDGET_TASKS = 300_000  # tasks of all simulations of changed orders for one plan
 
 
 def save_memory(timeline: Timeline) -> Timeline:
@@ -116,9 +116,9 @@ class _MemorySaver:
         holding = [p for p in range(self.problem.meshes) if self._unit[p]]
         if self.problem.inference or not holding:
             return self.best
-        for way in (self._try_rules, self._try_later_forwards):
+        for attempt in (self._try_rules, self._try_later_forwards):
             most = max(-(-self._peaks[p] // self._bytes_per_microbatch[p]) for p in holding)
-            _bisect(most, lambda count, way=way: way(self._microbatches(count)))
+            _bisect(most, lambda count, attempt=attempt: attempt(self._microbatches(count)))
         order = [int(self.problem.mesh_of_stage[stage]) for stage in self.problem.stage_order]
         for mesh in dict.fromkeys(order):
             if self._unit[mesh]:
@@ -139,23 +139,25 @@ class _MemorySaver:
         return [limit if p == mesh else peak for p, peak in enumerate(self._peaks)]
 
     def _try_rules(self, limits: Sequence[int]) -> bool:
-        """Whether a rule's order does, as it comes out for the planned transfers or for longer ones: the second
-        keeps more slack in the same memory."""
+        """True where the order of a rule keeps the limits, for the planned transfers or for longer ones.
+
+        Orders for longer transfers keep more slack in the same memory.
+        """
         if not self._runners:
             problems = [self.problem]
             if self._rule_runs > _MIN_RUNS_FOR_STRETCHED:
-                problems += [stretch_transfers(self.problem, longer) for longer in STRETCH_FACTORS]
+                problems += [stretch_transfers(self.problem, factor) for factor in STRETCH_FACTORS]
             self._runners = [priority_rules.RuleRunner(problem) for problem in problems]
         for runner in self._runners:
             for rule in islice(priority_rules.standard_rules(self.problem), _RULES_WITHOUT_CAP):
-                if sum(one.runs for one in self._runners) == self._rule_runs:
+                if sum(other.runs for other in self._runners) == self._rule_runs:
                     return False
-                found = runner.timeline(rule, np.array(limits, dtype=np.int64))
-                longer = runner is not self._runners[0]
+                timeline = runner.timeline(rule, np.array(limits, dtype=np.int64))
+                stretched = runner is not self._runners[0]
                 if (
-                    found is not None
-                    and (longer or found.makespan <= self._latest)
-                    and self._accept(found.lanes)
+                    timeline is not None
+                    and (stretched or timeline.makespan <= self._latest)
+                    and self._accept(timeline.lanes)
                 ):
                     return True
         return False
@@ -172,19 +174,19 @@ class _MemorySaver:
 
     def _accept(self, lanes: Sequence[np.ndarray]) -> bool:
         try:
-            found = simulate(self.problem, lanes)
+            timeline = simulate(self.problem, lanes)
         except OrderError:
             return False
-        if found.makespan > self._latest or not keeps_activation_limits(self.problem, found.lanes):
+        if timeline.makespan > self._latest or not keeps_activation_limits(self.problem, timeline.lanes):
             return False
-        if not keeps_memory_limits(found):  # transfers that had waited for room go at once in a new plan
+        if not keeps_memory_limits(timeline):  # transfers that waited for memory start at once in a new plan
             return False
-        if not self._slack.kept_by(found):
+        if not self._slack.kept_by(timeline):
             return False
-        peaks, buffers = self._costs(found)
+        peaks, buffers = self._costs(timeline)
         if buffers > self._buffers or any(new > old for new, old in zip(peaks, self._peaks, strict=True)):
             return False
-        self.best, self._peaks, self._buffers = found, peaks, buffers
+        self.best, self._peaks, self._buffers = timeline, peaks, buffers
         return True
 
     def _costs(self, timeline: Timeline) -> tuple[list[int], int]:
@@ -204,13 +206,13 @@ def _bisect(most: int, works: Callable[[int], bool]) -> None:
 
 
 def _delay_forwards_within(problem: Problem, lane: np.ndarray, limit: int) -> np.ndarray | None:
-    """A compute order with every forward late enough that `limit` bytes are never passed; None where it must be."""
+    """A compute order with every forward late enough to stay within `limit` bytes; None where there is none."""
     change = activation_changes(problem, lane).tolist()
     tasks, microbatches = lane.tolist(), problem.microbatches
     place = {task: index for index, task in enumerate(tasks)}
     order: list[int] = []
     waiting: list[int] = []
-    first = held = 0
+    first = held_bytes = 0
     for index, task in enumerate(tasks):
         kind, m = divmod(task, microbatches)
         stage, op = problem.stage_and_op(kind)
@@ -221,9 +223,9 @@ def _delay_forwards_within(problem: Problem, lane: np.ndarray, limit: int) -> np
             if first < len(waiting) and place[forward] >= waiting[first]:
                 return None
             order.append(index)
-            held += sum(change[index])
-        while first < len(waiting) and held + change[waiting[first]][0] <= limit:
+            held_bytes += sum(change[index])
+        while first < len(waiting) and held_bytes + change[waiting[first]][0] <= limit:
             order.append(waiting[first])
-            held += sum(change[waiting[first]])
+            held_bytes += sum(change[waiting[first]])
             first += 1
     return lane[order] if first == len(waiting) else None

@@ -182,27 +182,27 @@ def _mutate(rule: Rule, problem: Problem, generator: np.random.Generator) -> Rul
 LARGE_PROBLEM_TASKS = 30_000
 """Tasks; above, a run of a rule is no longer cheap."""
 COMPARED_RULES = 8
-"""How many standard rules are run on a large problem: those that are the best on a short step."""
+"""Standard rules that are run on a large problem: the best ones on a short step."""
 _TRIES_PER_RULE = (
     6  # how often a rule is run again with less room for activations, of a large problem half as often
 )
 RETIMING_GAIN = 1.01
-"""How much a timeline may gain by being timed again."""
-_RULE_S_PER_TASK = 6e-7  # what a constructive plan takes for each task,
-_MEMORY_RULE_S_PER_TASK = 1.2e-6  # with transfers that go late, and memory that is counted,
-_RUN_OVERHEAD_S = 4e-4  # and beside its tasks
+"""Factor by which a timeline may gain when it is timed again."""
+_RULE_S_PER_TASK = 6e-7  # of a constructive plan
+_MEMORY_RULE_S_PER_TASK = 1.2e-6  # with ALAP transfers and counted memory
+_RUN_OVERHEAD_S = 4e-4  # of a constructive plan, besides its tasks
 
 
 @dataclass(frozen=True)
 class RuleVariant:
-    """A standard rule by its number, with transfers that first go as late as nothing minds, or without."""
+    """A standard rule by its number, with ALAP transfers first (`late`), or without."""
 
     number: int
     late: bool
 
 
 def rule_variants(problem: Problem) -> Iterator[RuleVariant]:
-    """All ways to follow the standard rules of a problem."""
+    """All variants of the standard rules of a problem."""
     limited = bool((problem.memory_limit >= 0).any())
     for number, _ in enumerate(standard_rules(problem)):
         yield RuleVariant(number, True)
@@ -211,13 +211,13 @@ def rule_variants(problem: Problem) -> Iterator[RuleVariant]:
 
 
 def rule_run_s(problem: Problem) -> float:
-    """What one run of a rule costs, in seconds of a budget."""
+    """Seconds of a budget that one run of a rule costs."""
     each_s = _MEMORY_RULE_S_PER_TASK if (problem.memory_limit >= 0).any() else _RULE_S_PER_TASK
     return _RUN_OVERHEAD_S + each_s * int(problem.exists.sum())
 
 
 class ConstructivePlanner:
-    """Follows rules on one problem, within its memory; counts what that costs."""
+    """Follows rules on one problem, within its memory, and counts the cost of the runs."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -225,12 +225,12 @@ class ConstructivePlanner:
         self.large = problem.tasks > LARGE_PROBLEM_TASKS
         self.runner = RuleRunner(problem)
         self.over_memory_timelines: list[Timeline] = []
-        """What rules made of a problem that is not large, and what buffers take does not fit."""
+        """Timelines of a problem that is not large, whose buffers do not fit."""
         self._tries = 1 if not self.limited else _TRIES_PER_RULE // 2 if self.large else _TRIES_PER_RULE
 
     @property
     def spent_s(self) -> float:
-        """What the runs cost so far, in seconds of a budget."""
+        """Seconds of a budget that the runs cost so far."""
         return self.runner.runs * rule_run_s(self.problem)
 
     def follow(self, rule: Rule, *, late: bool = True, worth_s: float = np.inf) -> Timeline | None:

@@ -77,12 +77,12 @@ class SearchResult:
 
 
 def _affordable_runs(problem: Problem, budget_s: float) -> int:
-    """How often a rule runs in so many seconds."""
+    """The number of runs of a rule in `budget_s` seconds."""
     return int(budget_s * _TASK_RUNS_PER_SECOND / (_RUN_OVERHEAD_TASKS + int(problem.exists.sum())))
 
 
 def reaches_bound(makespan: float, bound: float) -> bool:
-    """Whether a makespan equals a lower bound, within the tolerance of times."""
+    """True where a makespan equals a lower bound, within the tolerance of times."""
     return makespan <= bound * (1 + TOLERANCE)
 
 
@@ -205,14 +205,14 @@ class _Search:
                 again = simulate(self.problem, timeline.lanes)
         except OrderError:
             return
-        # actions without length may have changed places, and transfers that waited for room may have lost it
-        for one in self._retimed_candidates(again, timeline):
+        # actions without length may have changed places, and transfers that waited for memory may have lost it
+        for candidate in self._retimed_candidates(again, timeline):
             if (
-                keeps_activation_limits(self.problem, one.lanes)
-                and keeps_memory_limits(one)
-                and keeps_receive_limits(one)
+                keeps_activation_limits(self.problem, candidate.lanes)
+                and keeps_memory_limits(candidate)
+                and keeps_receive_limits(candidate)
             ):
-                self._offer(one, SEARCHED)
+                self._offer(candidate, SEARCHED)
                 return
 
     def _retimed_candidates(self, again: Timeline, timeline: Timeline) -> Iterator[Timeline]:
@@ -223,17 +223,17 @@ class _Search:
             yield late
             if not self.large:
                 worth_s = np.inf if self.best is None else self.best.makespan
-                for one in (timeline, late):
-                    if (held := delay_forwards(one, worth_s=worth_s)) is not None:
-                        yield held
+                for earlier in (timeline, late):
+                    if (delayed := delay_forwards(earlier, worth_s=worth_s)) is not None:
+                        yield delayed
 
     @property
     def spent_s(self) -> float:
-        """What the constructive plans cost, in seconds of the budget."""
+        """Seconds of the budget that the constructive plans cost."""
         return self._constructive.spent_s
 
     def try_standard_rules(self) -> None:
-        """The standard rules, each once; of a long step those that are the best on a short one."""
+        """The standard rules, each once; for a long step the best ones on a short step."""
         chosen = priority_rules.standard_rules(self.problem)
         if self._short is not None and self.large:
             chosen = steady_state.rank_rules(self.problem, self._short, COMPARED_RULES)
@@ -245,10 +245,10 @@ class _Search:
                 self._offer_starts(self._follow(rule, late=False))
 
     def delay_forwards(self) -> None:
-        """The shortest plans of rules that are too full with what is sent and received, with forwards that wait."""
+        """Offers the shortest plans of rules whose buffers do not fit, with delayed forwards."""
         if self.best is not None and self.done:
             return
-        for timeline in sorted(self._constructive.over_memory_timelines, key=lambda one: one.makespan)[
+        for timeline in sorted(self._constructive.over_memory_timelines, key=lambda plan: plan.makespan)[
             :_MAX_DELAYED_PLANS
         ]:
             self._offer_starts(timeline)
@@ -259,7 +259,7 @@ class _Search:
         return self._constructive.follow(rule, late=late, worth_s=worth_s)
 
     def _reserve_incumbent_buffers(self) -> Problem:
-        """The problem with what the buffers of the incumbent take left free; the incumbent itself fits."""
+        """The problem with the bytes of the incumbent's buffers left free; the incumbent itself fits."""
         assert self._incumbent is not None
         problem = self.problem
         if not self._limited:

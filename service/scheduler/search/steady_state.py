@@ -19,9 +19,9 @@ from service.scheduler.problem.timeline import OrderError, Timeline, retime
 from service.scheduler.search import priority_rules
 
 _MICROBATCHES_PER_STAGE = 3  # microbatches for each stage of the longest path
-_MIN_MICROBATCHES_PER_STAGE = 1.5  # of a step with so many stages that three rounds of them are long, too
-_MAX_SHORT_TASKS = 30_000  # tasks
-_MIN_LENGTH_RATIO = 2  # times as many at least in the long step
+_MIN_MICROBATCHES_PER_STAGE = 1.5  # where three microbatches a stage make a long step, too
+_MAX_SHORT_TASKS = 30_000
+_MIN_LENGTH_RATIO = 2  # microbatches of the long step over those of the short one
 _LONGEST_PERIOD = 16  # microbatches
 _MAX_REPETITIONS_TRIED = 4  # repetitions that are tried
 
@@ -54,7 +54,7 @@ def rank_rules(problem: Problem, short: Problem, count: int) -> Iterator[priorit
 def estimate_makespan_s(
     runner: priority_rules.RuleRunner, rule: priority_rules.Rule, microbatches: int
 ) -> float:
-    """About how many seconds a rule needs for so many microbatches; infinity where it gets stuck."""
+    """Estimated makespan of a rule with `microbatches`, in seconds; infinity where it gets stuck."""
     timeline = runner.timeline(rule)
     if timeline is None:
         return np.inf
@@ -87,7 +87,7 @@ def extended_timelines(timeline: Timeline, problem: Problem) -> Iterator[Timelin
 def _repetitions(timeline: Timeline) -> Iterable[tuple[int, int, int]]:
     """(first, last, d): between these two places of the sequence each kind begins d microbatches; fastest first.
 
-    What comes behind `last` is then what came behind `first`, d microbatches later, with as much in memory.
+    The tasks behind `last` are then the tasks behind `first`, d microbatches later, with equal memory.
     """
     problem = timeline.problem
     kinds = timeline.sequence // problem.microbatches
@@ -116,7 +116,7 @@ def _busiest_mesh(problem: Problem) -> int:
 
 
 def _repeat(timeline: Timeline, problem: Problem, first: int, last: int, period: int) -> np.ndarray:
-    """The sequence with [first, last) so often that there are enough microbatches; those too many left out."""
+    """The sequence with [first, last) repeated until there are enough microbatches; surplus ones are left out."""
     short = timeline.problem.microbatches
     kinds, numbers = np.divmod(timeline.sequence, short)
     times = -(-(problem.microbatches - short) // period)

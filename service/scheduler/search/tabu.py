@@ -103,7 +103,7 @@ def _by_windows(
 
 
 def _window_numbering(window: Window) -> tuple[np.ndarray, int, int]:
-    """(the window's tasks as if there were no other microbatches, the first of these, how many)."""
+    """(the window's tasks numbered by its own microbatches only, the first microbatch, their number)."""
     kinds, numbers = np.divmod(window.tasks, window.timeline.problem.microbatches)
     base, width = int(numbers.min()), int(np.ptp(numbers)) + 1
     return kinds * width + numbers - base, base, width

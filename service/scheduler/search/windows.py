@@ -162,7 +162,7 @@ class Window:
 
 
 def has_buffer_limits(problem: Problem) -> bool:
-    """Whether what is received or sent has a limit of its own, or one together with activations."""
+    """True where received or sent tensors have a limit of their own, or one together with activations."""
     return bool((problem.receive_limit >= 0).any() or (problem.memory_limit >= 0).any())
 
 
@@ -214,7 +214,7 @@ class WindowModel:
             return None
 
     def _units(self, seconds: float) -> int:
-        """Of what was over before the window began, 0."""
+        """Seconds; 0 for everything that ended before the window began."""
         return max(0, math.floor((seconds - self._begin_s) * self._scale + 1e-6))
 
     def _length(self, seconds: float) -> int:
@@ -245,7 +245,7 @@ class WindowModel:
         self._add_resources(on_resource)
 
     def _add_resources(self, free: dict[int, list[cp_model.IntervalVar]]) -> None:
-        """One task at a time on each; of those that are fixed, each after the one before."""
+        """One task at a time on each resource; its fixed tasks keep their order."""
         tasks = self.window.tasks
         occupied = self.problem.resources[tasks // self.problem.microbatches]
         for resource, intervals in free.items():
@@ -288,7 +288,7 @@ class WindowModel:
         return self.problem.task(stage, BACKWARD if self.problem.fused[stage, m] else WEIGHT, m)
 
     def _add_memory(self, mesh: int) -> None:
-        """What the mesh holds at any time fits: activations into their room, with buffers into memory_bytes."""
+        """Constrains the bytes of the mesh at any time: activations within their limit, with buffers within memory_bytes."""
         problem = self.problem
         held = self._activations(mesh)
         room, limit = int(problem.activation_capacity[mesh]), int(problem.memory_limit[mesh])
@@ -389,7 +389,7 @@ class WindowModel:
     def _inside(
         self, spans: list[tuple[_TimeExpr, _TimeExpr, int]]
     ) -> list[tuple[_TimeExpr, _TimeExpr, int]]:
-        """Those that take something for some time."""
+        """The intervals with a positive demand and length."""
         return [
             (begin, end, size)
             for begin, end, size in spans

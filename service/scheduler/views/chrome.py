@@ -15,12 +15,12 @@ from typing import Any
 from worker.contract.buckets import REDUCE_LANE
 
 NANOSECOND_US = 1e-3
-"""In microseconds, which is what traces count. No slot is drawn shorter: nothing could lie inside it."""
+"""A nanosecond in microseconds, the unit of traces. No slot is drawn shorter: an arrow could not end inside it."""
 
 
 @dataclass(frozen=True)
 class _TransferEnd:
-    """One end of a transfer as it was drawn: its place, and its times in microseconds."""
+    """One end of a drawn transfer: its process and thread, and its times in microseconds."""
 
     process: int
     thread: int
@@ -49,20 +49,20 @@ class TransferArrows:
         start: float,
         end: float,
     ) -> None:
-        """A slot that was drawn from `start` to `end` (microseconds); what is no transfer is left out.
+        """A slot that was drawn from `start` to `end` (microseconds); compute slots are ignored.
 
-        `side` tells timelines of one trace apart: planned and measured transfers have the same names.
+        `side` distinguishes the timelines of one trace: planned and measured transfers have the same names.
         """
         direction = action.partition("_")[2]
         if not direction:
             return
         sends = action.startswith("SEND")
-        way = (mesh, peer_mesh) if sends else (peer_mesh, mesh)
+        meshes = (mesh, peer_mesh) if sends else (peer_mesh, mesh)
         halves = self._sent if sends else self._received
-        halves[side, direction, edge, microbatch, *way] = _TransferEnd(process, thread, start, end)
+        halves[side, direction, edge, microbatch, *meshes] = _TransferEnd(process, thread, start, end)
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """For each transfer with both ends: from the end of the SEND to the end of the RECV.
+        """The arrows of all transfers with both ends, from the end of the SEND to the end of the RECV.
 
         A RECV that ended first (clocks differ by a little) draws the beginning back: no arrow points into the past.
         """

@@ -163,7 +163,7 @@ def unit_clocks(orders: Sequence[ComputeOrder]) -> list[dict[tuple[str, int], in
 def _consumed_actions(
     action: str, microbatch: int, stage: int, stages: int
 ) -> list[tuple[int, tuple[str, int]]]:
-    """What an action of a chain consumes: (stage, action)."""
+    """The inputs of an action of a chain: (stage, action)."""
     if action == "F":
         return [(stage - 1, ("F", microbatch))] if stage else []
     own = [(stage, ("F", microbatch))]

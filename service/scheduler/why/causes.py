@@ -24,25 +24,25 @@ from service.scheduler.why.measured import (
 from service.scheduler.why.step_graph import Link, StepGraph, StepTask
 
 MIN_COST_SHARE = 0.05
-"""The part of a step that a cause costs at least."""
-_SLOWER_RATIO = 1.15  # times as long as planned, from which something is slower
+"""The smallest cost of a cause, as a share of the step."""
+_SLOWER_RATIO = 1.15  # measured over planned, from which a stage, mesh or link counts as slower
 _WEAKER_LINK_RATIO = (
-    2.0  # times the bandwidth that others have, from which a link is slow though it keeps to its plan
+    2.0  # bandwidth of other links over its own, from which a link is slow although as planned
 )
-_SINGLE_HOST_SHARE = 0.6  # of what all hosts cost together, from which one of them is meant
+_SINGLE_HOST_SHARE = 0.6  # of the cost of all hosts together, from which a single one is the cause
 
 
 def find_causes(step: StepGraph, spec: PipelineSpec, *, step_s: float) -> list[Cause]:
     """The causes inside the timeline of a step that takes `step_s` in all, the most expensive first."""
-    blame = _CauseFinder(step, spec)
-    found = [*blame.stages(), *blame.computing(), *blame.links(), *blame.hosts()]
-    return significant_causes(found, step_s=step_s)
+    finder = _CauseFinder(step, spec)
+    causes = [*finder.stages(), *finder.computing(), *finder.links(), *finder.hosts()]
+    return significant_causes(causes, step_s=step_s)
 
 
-def significant_causes(found: Collection[Cause], *, step_s: float) -> list[Cause]:
-    """Those that cost a clear part of the step, the most expensive first."""
-    guilty = [cause for cause in found if cause.cost_s >= MIN_COST_SHARE * step_s]
-    return sorted(guilty, key=lambda cause: -cause.cost_s)
+def significant_causes(causes: Collection[Cause], *, step_s: float) -> list[Cause]:
+    """The causes that cost a clear part of the step, the most expensive first."""
+    significant = [cause for cause in causes if cause.cost_s >= MIN_COST_SHARE * step_s]
+    return sorted(significant, key=lambda cause: -cause.cost_s)
 
 
 class _CauseFinder:
@@ -50,7 +50,7 @@ class _CauseFinder:
         self._step, self._spec = step, spec
         self._now_s = step.makespan_s
         self._meshes = total_times_by(step, lambda task: task.mesh if task.target is None else None)
-        self._ratios = {mesh: found.ratio for mesh, found in self._meshes.items()}
+        self._ratios = {mesh: times.ratio for mesh, times in self._meshes.items()}
 
     def stages(self) -> Iterator[Cause]:
         """Stages that are slower than the others of their mesh, and else whole meshes that are slower than others."""
@@ -75,35 +75,35 @@ class _CauseFinder:
     def _others(self, mesh: str) -> float:
         return median_ratio(ratio for other, ratio in self._ratios.items() if other != mesh)
 
-    def _stage(self, mesh: str, name: str, found: PlannedAndMeasured, factor: float) -> Cause:
+    def _stage(self, mesh: str, name: str, times: PlannedAndMeasured, factor: float) -> Cause:
         return Cause(
             CauseKind.STAGE,
             name,
             self._saved(lambda task: factor if task.stage == name else 1.0),
-            f"stage {name} on mesh {mesh} computes {factor_text(found.ratio)} as long as planned "
-            f"({duration_text(found.measured_s)} instead of {duration_text(found.planned_s)} a step), the other stages "
+            f"stage {name} on mesh {mesh} computes {factor_text(times.ratio)} as long as planned "
+            f"({duration_text(times.measured_s)} instead of {duration_text(times.planned_s)} a step), the other stages "
             "of its mesh do not: it costs more than its layers were measured to cost",
         )
 
     def _mesh(self, mesh: str, names: Collection[str]) -> Iterator[Cause]:
-        found, others = self._meshes[mesh], self._others(mesh)
-        if found.ratio < _SLOWER_RATIO * others:
+        times, others = self._meshes[mesh], self._others(mesh)
+        if times.ratio < _SLOWER_RATIO * others:
             return
-        factor = others / found.ratio
+        factor = others / times.ratio
         beside = f", the other meshes {factor_text(others)}" if len(self._ratios) > 1 else ""
         yield Cause(
             CauseKind.MESH,
             mesh,
             self._saved(lambda task: factor if task.target is None and task.mesh == mesh else 1.0),
-            f"mesh {mesh} (stage {', '.join(names)}) computes {factor_text(found.ratio)} as long as planned "
-            f"({duration_text(found.measured_s)} instead of {duration_text(found.planned_s)} a step){beside}: its "
+            f"mesh {mesh} (stage {', '.join(names)}) computes {factor_text(times.ratio)} as long as planned "
+            f"({duration_text(times.measured_s)} instead of {duration_text(times.planned_s)} a step){beside}: its "
             "accelerator or its node is slower, or shared with others",
         )
 
     def computing(self) -> Iterator[Cause]:
-        """What all meshes have in common."""
+        """The slowdown that all meshes have in common."""
         common = median_low(self._ratios.values()) if self._ratios else 1.0
-        if common < _SLOWER_RATIO or len(self._ratios) == 1:  # of a single mesh nobody knows what it shares
+        if common < _SLOWER_RATIO or len(self._ratios) == 1:  # a single mesh has none to compare with
             return
         factor = {mesh: 1.0 / min(common, max(1.0, ratio)) for mesh, ratio in self._ratios.items()}
         yield Cause(
@@ -121,7 +121,7 @@ class _CauseFinder:
         pairs = sorted({tuple(sorted(link)) for link in links})
         slow_pairs = 0
         for pair in pairs:
-            others = median_ratio(found.ratio for link, found in links.items() if tuple(sorted(link)) != pair)
+            others = median_ratio(times.ratio for link, times in links.items() if tuple(sorted(link)) != pair)
             factor: dict[Link, float] = {}
             for link in (pair, pair[::-1]):
                 if link not in links:
@@ -131,9 +131,9 @@ class _CauseFinder:
             if factor:
                 slow_pairs += 1
                 yield self._link(factor, links, weak, others)
-        common = median_low(found.ratio for found in links.values()) if links else 1.0
+        common = median_low(times.ratio for times in links.values()) if links else 1.0
         if common >= _SLOWER_RATIO and slow_pairs < len(pairs):
-            by = {link: 1.0 / min(common, max(1.0, found.ratio)) for link, found in links.items()}
+            by = {link: 1.0 / min(common, max(1.0, times.ratio)) for link, times in links.items()}
             yield Cause(
                 CauseKind.NETWORK,
                 "all links",
@@ -151,10 +151,10 @@ class _CauseFinder:
     ) -> Cause:
         parts = []
         for link in factor:
-            found = links[link]
+            times = links[link]
             parts.append(
-                f"transfers from {link[0]} to {link[1]} take {factor_text(found.ratio)} as long as planned "
-                f"({duration_text(found.measured_s)} instead of {duration_text(found.planned_s)} a step)"
+                f"transfers from {link[0]} to {link[1]} take {factor_text(times.ratio)} as long as planned "
+                f"({duration_text(times.measured_s)} instead of {duration_text(times.planned_s)} a step)"
             )
             if link in weak:
                 parts.append(
@@ -172,22 +172,22 @@ class _CauseFinder:
         """Links that are planned to be slow: by what their transfers shrink at the bandwidth of the others."""
         of_pair = link_costs(self._spec.network)
         widths = {link: of_pair(*link)[0] for link in links}
-        found = {}
+        weak = {}
         for link, width in widths.items():
             others = [w for other, w in widths.items() if w is not None and set(other) != set(link)]
             if width is None or not others or not self._carries_bytes(link):
                 continue
             if (usual := median_low(others)) >= _WEAKER_LINK_RATIO * width:
-                found[link] = width / usual
-        return found
+                weak[link] = width / usual
+        return weak
 
     def _carries_bytes(self, link: Link) -> bool:
         mesh_of = {stage.name: stage.mesh for stage in self._spec.stages}
         for edge in self._spec.edges:
-            way = (mesh_of[edge.source], mesh_of[edge.target])
+            meshes = (mesh_of[edge.source], mesh_of[edge.target])
             there = edge.forward_bytes or (edge.held_bytes and edge.forward_s)  # resharded: in seconds
             back = edge.backward_bytes or (edge.held_bytes and edge.backward_s)
-            if (way == link and there) or (way == link[::-1] and back):
+            if (meshes == link and there) or (meshes == link[::-1] and back):
                 return True
         return False
 
@@ -197,15 +197,15 @@ class _CauseFinder:
         if every_s <= 0:
             return
         late_s = host_delays(self._step)
-        one = max(late_s, key=lambda mesh: self._without_delay(frozenset((mesh,))))
-        alone_s = self._without_delay(frozenset((one,)))
+        slowest = max(late_s, key=lambda mesh: self._without_delay(frozenset((mesh,))))
+        alone_s = self._without_delay(frozenset((slowest,)))
         usual_s = median_low(late_s.values())
         if len(late_s) > 1 and alone_s >= _SINGLE_HOST_SHARE * every_s:
             yield Cause(
                 CauseKind.HOST,
-                one,
+                slowest,
                 alone_s,
-                f"mesh {one} begins an action {duration_text(late_s[one])} after all that it needs is there, others "
+                f"mesh {slowest} begins an action {duration_text(late_s[slowest])} after all that it needs is there, others "
                 f"{duration_text(usual_s)}: the process that starts its actions is slow or waits for a processor; its "
                 "accelerator itself is not slower",
             )
@@ -226,7 +226,7 @@ class _CauseFinder:
         return self._now_s - self._step.replay(self._step.measured_s, delays)
 
     def _saved(self, factor: Callable[[StepTask], float]) -> float:
-        """How much shorter the step is where each task lasts so many times as long as it did."""
+        """Seconds that a step saves whose tasks last `factor` times as long as measured."""
         lasts = [
             seconds * factor(task)
             for task, seconds in zip(self._step.tasks, self._step.measured_s, strict=True)

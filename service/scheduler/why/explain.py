@@ -1,6 +1,6 @@
 """Explains a step: a job's plan and the measured slots of one step in, verdict, causes and changes out.
 
-Where nothing was measured, the plan itself is explained: what its lanes wait for, and what would shorten it.
+Where nothing was measured, the plan itself is explained: the waits of its lanes, and the changes that would shorten it.
 Totals leave out REDUCE and STEP, which come behind the makespan.
 """
 
@@ -164,7 +164,7 @@ class _StepParts:
 
 
 def _causes_outside_timeline(plan: PlannedStep, behind: _StepParts) -> list[Cause]:
-    """What the timeline does not show."""
+    """Causes that the timeline does not show."""
     found = [
         Cause(
             CauseKind.BETWEEN,

@@ -20,20 +20,20 @@ _TOLERANCE = 1e-9
 
 
 class IdleReason(StrEnum):
-    """What an idle compute lane was waiting for."""
+    """The reason why a compute lane was idle."""
 
     UPSTREAM = "waits upstream"
     DOWNSTREAM = "waits downstream"
     TRANSFER = "exposed transfer"
     MEMORY = "memory limit"
     HELD = "held"
-    """All it needs is there and no limit forbids it: the engine's overhead, or an order that waits on purpose."""
+    """Inputs are there and no limit forbids the action: the engine's overhead, or an order that waits on purpose."""
     DONE = "done"
     """The mesh has finished its part of the step; others have not."""
 
 
 class TimedSlot(Protocol):
-    """What a gap's reason is read from: a slot of a Plan, or a measured one."""
+    """A slot of a Plan, or a measured one, from which the reason of a gap is read."""
 
     mesh: str
     lane: str
@@ -55,7 +55,7 @@ class Gap:
     reason: IdleReason
     detail: str
     link: tuple[str, str] | None = None
-    """Of an exposed transfer, or one kept back: the mesh that sends and the mesh that receives."""
+    """(sending mesh, receiving mesh) of an exposed transfer, or of a delayed one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ class PlannedAndMeasured:
 
     @property
     def ratio(self) -> float:
-        """How many times as long as planned; 1 where nothing was planned."""
+        """Measured over planned seconds; 1 where nothing was planned."""
         return self.measured_s / self.planned_s if self.planned_s > _NEGLIGIBLE_S else 1.0
 
 
@@ -67,10 +67,10 @@ def host_delays(step: StepGraph) -> dict[str, float]:
 
 
 def measured_spec(spec: PipelineSpec, step: StepGraph, *, hosts: bool = True) -> PipelineSpec:
-    """The spec with costs as they were measured: the middle of all microbatches of an action, and of a link's
-    transfers together. Where `hosts`, what hosts take for each action is a part of it.
+    """The spec with measured costs: the median over the microbatches of an action, and over all transfers of a link.
 
-    What was not run (W, where all backwards were whole) costs as many times its plan as what was.
+    With `hosts` the overhead of hosts on each action is included. An operation that did not run (W, where all
+    backwards were whole) is scaled by the ratio of those that ran.
     """
     lasted: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for task, plan_s, ran_s in zip(step.tasks, step.planned_s, step.measured_s, strict=True):
@@ -148,9 +148,9 @@ def scale_meshes(
 
 
 def scale_links(spec: PipelineSpec, factor: Mapping[Link, float]) -> PipelineSpec:
-    """The spec in which the transfers of these links take so many times as long."""
+    """The spec in which the transfers of each link take `factor` times as long."""
     of_pair = link_costs(spec.network)
-    known = {(one.source, one.target): one for one in spec.network.links}
+    known = {(link.source, link.target): link for link in spec.network.links}
     for link, by in factor.items():
         bandwidth, latency_s = of_pair(*link)
         known[link] = LinkSpec(
@@ -191,16 +191,16 @@ def _with_transfer_seconds(spec: PipelineSpec, seconds: Mapping[Link, float]) ->
 
 
 def task_seconds(spec: PipelineSpec, step: StepGraph, recomputed: Iterable[str]) -> list[float]:
-    """How long every task of a step lasts at the costs of `spec`, where the stages `recomputed` recompute."""
+    """Seconds of every task of a step at the costs of `spec`, where the stages `recomputed` recompute."""
     stages = {stage.name: stage for stage in with_recomputation(spec, recomputed).stages}
     of_edge = edge_costs(spec)
-    found = []
+    seconds = []
     for task in step.tasks:
         if task.edge is not None:
-            found.append(of_edge(task.edge)[task.op == "B"])
+            seconds.append(of_edge(task.edge)[task.op == "B"])
             continue
         stage = stages[task.stage or ""]
-        found.append(
+        seconds.append(
             {
                 "F": stage.forward_s,
                 "B": stage.whole_backward_s,
@@ -208,17 +208,17 @@ def task_seconds(spec: PipelineSpec, step: StepGraph, recomputed: Iterable[str])
                 "W": stage.backward_weight_s,
             }[task.op]
         )
-    return found
+    return seconds
 
 
 class CauseKind(StrEnum):
-    """What may be to blame for a step that takes longer than it could."""
+    """The causes of a step that takes longer than it could."""
 
     LINK = "slow link"
     NETWORK = "slow network"
     """All links alike are slower than planned."""
     MESH = "straggler"
-    """The actions of one mesh themselves take longer than those of the others, beside their plan."""
+    """The actions of one mesh themselves take longer than on other meshes, relative to their plan."""
     STAGE = "slow stage"
     """One of several stages of a mesh, while the others of that mesh keep to their plan."""
     COMPUTE = "slow computing"
@@ -234,7 +234,7 @@ class CauseKind(StrEnum):
 
 
 class ChangeKind(StrEnum):
-    """What could be changed to make the step shorter."""
+    """The changes that could make a step shorter."""
 
     LINK = "faster link"
     NETWORK = "faster network"
@@ -275,7 +275,7 @@ class Change:
 
 @dataclass(frozen=True)
 class MeshTotals:
-    """What one mesh did between the first and the last slot of a step; `idle_s` by reason (gaps.Reason)."""
+    """Seconds of one mesh between the first and the last slot of a step; `idle_s` by reason (gaps.IdleReason)."""
 
     mesh: str
     compute_s: float
@@ -284,7 +284,7 @@ class MeshTotals:
 
 @dataclass(frozen=True)
 class LinkTotals:
-    """What one directed link carried; `exposed_s` is how long compute lanes were idle for it."""
+    """The transfers of one directed link; `exposed_s` are the seconds for which compute lanes were idle for it."""
 
     source: str
     target: str
@@ -304,7 +304,7 @@ class TimelineTotals:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The whole answer. Causes and changes begin with those that cost or bring most.
+    """The explanation of a step; causes and changes begin with the largest.
 
     `step_s` is the whole step that shares and gains are of; `left_out` are changes that were not tried for want of
     time. A step is `healthy` where it is near its plan, the plan near its bound, and nothing is to blame.

@@ -16,11 +16,11 @@ from service.scheduler.why.gaps import TimedSlot
 from worker.contract.program import COMPUTE_OPS, SEND_OPS, TRANSFER_OPS
 
 Link = tuple[str, str]
-"""The mesh that sends, the mesh that receives."""
+"""(sending mesh, receiving mesh)."""
 
 
 class PlanMismatchError(ValueError):
-    """The slots are not of the plan's programs: another attempt measured them, or some of them are missing."""
+    """The slots do not belong to the plan's programs: another attempt measured them, or some are missing."""
 
 
 class StepTask(NamedTuple):
@@ -43,10 +43,10 @@ class StepTask(NamedTuple):
 
 @dataclass(frozen=True)
 class StepGraph:
-    """The tasks of a step, causes first, with what was planned and measured of each, in seconds.
+    """The tasks of a step, causes first, with their planned and measured seconds.
 
-    `before[i]` are the tasks that have ended when task i may begin, by place. A `delay_s` below zero comes of clocks
-    that differ by a little.
+    `before[i]` are the indices of the tasks that have ended when task i may begin. Clocks of two hosts differ by a
+    little, so a `delay_s` may be negative.
     """
 
     tasks: tuple[StepTask, ...]
@@ -57,15 +57,15 @@ class StepGraph:
 
     @property
     def makespan_s(self) -> float:
-        """As measured."""
+        """The measured makespan in seconds."""
         return self.replay(self.measured_s, self.delay_s)
 
     def replay(self, lasts_s: Sequence[float], delay_s: Sequence[float] | None = None) -> float:
-        """The makespan where the tasks last so long and begin so much later than they could (None: at once)."""
+        """The makespan where the tasks last `lasts_s` and begin `delay_s` later than they could (None: at once)."""
         ends = [0.0] * len(self.tasks)
         first, last = float("inf"), 0.0
         for index, before in enumerate(self.before):
-            begin = max([ends[one] for one in before], default=0.0)
+            begin = max([ends[other] for other in before], default=0.0)
             if delay_s is not None:
                 begin += delay_s[index]
             ends[index] = begin + lasts_s[index]
@@ -79,31 +79,32 @@ def make_step_graph(
     planned: Sequence[TimedSlot],
     measured: Sequence[TimedSlot],
 ) -> StepGraph:
-    """The graph of the programs with the times of both timelines; raises NotThisPlanError where they do not fit."""
+    """The graph of the programs with the times of both timelines; raises PlanMismatchError where they do not fit."""
     numbers, before = _graph(spec, programs)
     tasks = list(numbers)
     plan = _task_times(planned)
     ran = _task_times(measured)
     if missing := next((task for task in tasks if task not in ran), None):
-        found = sum(task in ran for task in tasks)
+        measured_tasks = sum(task in ran for task in tasks)
         raise PlanMismatchError(
-            f"of the plan's {len(tasks)} actions and transfers {found} were measured ({_task_name(missing)} was not)"
+            f"of the plan's {len(tasks)} actions and transfers {measured_tasks} were measured "
+            f"({_task_name(missing)} was not)"
         )
     order = _topological_order(before)
     place = {task: at for at, task in enumerate(order)}
-    starts = [ran[tasks[one]][0] for one in order]
-    ends = [ran[tasks[one]][1] for one in order]
-    moved = [tuple(place[other] for other in before[one]) for one in order]
+    starts = [ran[tasks[task]][0] for task in order]
+    ends = [ran[tasks[task]][1] for task in order]
+    moved = [tuple(place[other] for other in before[task]) for task in order]
     origin = min(starts, default=0.0)
     delays = [
-        start - max([ends[one] for one in others], default=origin)
+        start - max([ends[other] for other in others], default=origin)
         for start, others in zip(starts, moved, strict=True)
     ]
-    of_plan = [plan.get(tasks[one], (0.0, 0.0)) for one in order]
+    planned_times = [plan.get(tasks[task], (0.0, 0.0)) for task in order]
     return StepGraph(
-        tasks=tuple(tasks[one] for one in order),
+        tasks=tuple(tasks[task] for task in order),
         before=tuple(moved),
-        planned_s=tuple(end - start for start, end in of_plan),
+        planned_s=tuple(end - start for start, end in planned_times),
         measured_s=tuple(end - start for start, end in zip(starts, ends, strict=True)),
         delay_s=tuple(delays),
     )
@@ -112,7 +113,7 @@ def make_step_graph(
 def _graph(
     spec: PipelineSpec, programs: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> tuple[dict[StepTask, int], list[set[int]]]:
-    """Every task with its number, and for each number the tasks that it waits for. Both ends of a transfer are one."""
+    """(number of every task, by number the tasks that it waits for); both ends of a transfer are one task."""
     numbers: dict[StepTask, int] = {}
     before: list[set[int]] = []
     for mesh, program in programs.items():
@@ -145,24 +146,24 @@ def _step_task(spec: PipelineSpec, mesh: str, instruction: Mapping[str, Any]) ->
 
 
 def _task_times(slots: Sequence[TimedSlot]) -> dict[StepTask, tuple[float, float]]:
-    """Start and end of each task. A transfer lasts from when both ends are there to when the receiver has it."""
-    found: dict[StepTask, tuple[float, float]] = {}
+    """(start, end) of each task in seconds. A transfer starts when both ends are there, and ends when it is received."""
+    times: dict[StepTask, tuple[float, float]] = {}
     sent: dict[StepTask, tuple[float, float]] = {}
     for slot in slots:
         if slot.microbatch is None:
             continue
         if slot.action in COMPUTE_OPS:
-            found[StepTask(slot.mesh, slot.action, slot.stage, slot.microbatch)] = (slot.start_s, slot.end_s)
+            times[StepTask(slot.mesh, slot.action, slot.stage, slot.microbatch)] = (slot.start_s, slot.end_s)
         elif slot.action in TRANSFER_OPS:
-            way, _, peer = slot.lane.partition(":")
-            ends = (slot.mesh, peer) if way == "send" else (peer, slot.mesh)
+            direction, _, peer = slot.lane.partition(":")
+            ends = (slot.mesh, peer) if direction == "send" else (peer, slot.mesh)
             task = StepTask(ends[0], slot.action[-1], None, slot.microbatch, slot.edge, ends[1])
-            (sent if way == "send" else found)[task] = (slot.start_s, slot.end_s)
+            (sent if direction == "send" else times)[task] = (slot.start_s, slot.end_s)
     for task, (start_s, _) in sent.items():
-        if task in found:
-            begun_s, end_s = found[task]
-            found[task] = (min(max(start_s, begun_s), end_s), end_s)
-    return found
+        if task in times:
+            begun_s, end_s = times[task]
+            times[task] = (min(max(start_s, begun_s), end_s), end_s)
+    return times
 
 
 def _topological_order(before: Sequence[set[int]]) -> list[int]:

@@ -161,38 +161,38 @@ def test_a_named_schedule_recomputes_what_it_must_and_more_only_where_its_memory
     check_plan(decided(data, ["s0", "s1"]), json.loads(plan.model_dump_json()))
 
 
-def test_what_is_judged_ends_with_the_work_for_it_and_the_first_of_the_candidates_is_the_best_that_was_judged():
+def test_estimates_end_with_the_work_for_them_and_the_first_of_the_candidates_is_the_best_estimated():
     names = [f"s{i}" for i in range(12)]
     paying = frozenset(names[:5] + names[7:8])
-    judged = []
+    estimated = []
 
-    def judge(choice):
-        judged.append(choice)
+    def estimate(choice):
+        estimated.append(choice)
         return 100.0 + len(choice ^ paying)
 
-    assert candidate_choices(names, judge) == [paying, frozenset(), frozenset(names)]
-    assert len(judged) == len(set(judged))
+    assert candidate_choices(names, estimate) == [paying, frozenset(), frozenset(names)]
+    assert len(estimated) == len(set(estimated))
     for allowed in range(2, 12):
-        judged.clear()
-        found = candidate_choices(names, judge, lambda most=allowed: len(judged) >= most)
-        assert len(judged) == allowed
-        assert judge(found[0]) == min(judge(choice) for choice in set(judged))
-    assert candidate_choices(names, judge, relative_error=0.2)[0] == frozenset()
+        estimated.clear()
+        found = candidate_choices(names, estimate, lambda most=allowed: len(estimated) >= most)
+        assert len(estimated) == allowed
+        assert estimate(found[0]) == min(estimate(choice) for choice in set(estimated))
+    assert candidate_choices(names, estimate, relative_error=0.2)[0] == frozenset()
 
 
 @pytest.mark.parametrize(("meshes", "microbatches", "memory"), [(3, 300, 2.5), (6, 12, 3), (40, 200, 20)])
-def test_a_judge_does_so_much_work_and_little_more_and_is_not_below_what_the_bounds_allow(
+def test_an_estimator_does_its_work_and_little_more_and_is_not_below_what_the_bounds_allow(
     meshes, microbatches, memory
 ):
     spec = load_spec(measured(meshes, microbatches, 7, memory=memory))
     problem = build_problem(spec, split=True)
-    judge = MakespanEstimator(1.0)
-    found = [judge.makespan(problem, "split", thorough=True)]
-    while not judge.exhausted:
-        before = judge.spent_s
-        found.append(judge.makespan(problem, "split"))
-        assert judge.spent_s > before
-    assert judge.spent_s < 2.0
+    estimator = MakespanEstimator(1.0)
+    found = [estimator.makespan(problem, "split", thorough=True)]
+    while not estimator.exhausted:
+        before = estimator.spent_s
+        found.append(estimator.makespan(problem, "split"))
+        assert estimator.spent_s > before
+    assert estimator.spent_s < 2.0
     assert found[1:] == [found[0]] * (len(found) - 1)  # its few rules contain the best of the many
     assert lower_bound(problem) <= found[0] * (1 + 1e-9)
     if problem.tasks <= LARGE_PROBLEM_TASKS:

@@ -78,7 +78,7 @@ def test_a_request_without_a_word_of_meshes_is_planned_as_ever():
         ({"meshes": [_mesh("m0", 2)]}, "is of other meshes"),
         ({"tensors": []}, "0 tensors are described, and the pipeline has 1 edges"),
         ({"meshes": [_mesh("m0", 2), {**_mesh("m1", 1), "data": 3}]}, "mesh m1 has 1 workers, which are not"),
-        ({"tensors": [{"shapes": [], "element_bytes": 4}]}, "a tensor has no shape for 1 parts"),
+        ({"tensors": [{"shapes": [], "element_bytes": 4}]}, "a tensor has no shape for 2 parts"),
         ({"more": 1}, "cannot be read"),
         (
             {

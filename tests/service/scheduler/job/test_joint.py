@@ -212,17 +212,17 @@ def test_what_fits_nowhere_is_refused_with_the_way_out():
         )
 
 
-def test_a_search_that_is_told_to_end_judges_no_more_cuts(monkeypatch):
-    """All cuts of a small model are judged one by one, for seconds: on a busy machine that was past every limit."""
-    judged = []
+def test_a_search_past_its_deadline_estimates_no_more_cuts(monkeypatch):
+    """All cuts of a small model are estimated one by one, for seconds: on a busy machine that was past every limit."""
+    estimated = []
     whole = joint.estimated_makespan
-    monkeypatch.setattr(joint, "estimated_makespan", lambda *spec: (judged.append(spec), whole(*spec))[1])
+    monkeypatch.setattr(joint, "estimated_makespan", lambda *spec: (estimated.append(spec), whole(*spec))[1])
     request = PlanRequest({4: measured(9, 3)}, PipelineSetup(meshes(4), network(1e6)), stages=[4])
     late = plan_jointly(request, budget_s=10.0, expired=lambda: True)
-    assert len(judged) <= 3 and late.plan.truncated
+    assert len(estimated) <= 3 and late.plan.truncated
     in_time = plan_jointly(request, budget_s=10.0)
-    assert len(judged) > 50
+    assert len(estimated) > 50
     assert in_time.plan.makespan_s <= late.plan.makespan_s * (1 + 1e-9)
     assert late.plan.makespan_s <= 1.5 * in_time.plan.makespan_s, (
-        "what is judged first is a cut that makes sense"
+        "what is estimated first is a cut that makes sense"
     )

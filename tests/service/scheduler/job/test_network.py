@@ -11,8 +11,8 @@ from service.scheduler.job.network import cross_mesh_all_reduce_s, network_per_w
 from service.scheduler.problem.spec import NetworkSpec, link_costs
 from service.scheduler.resharding.layout import Links, Tensor, mesh_layout
 from service.scheduler.resharding.resharding import plan_resharding
-from tests.service.scheduler.test_heterogeneous_meshes import ROWS, WIDTH
-from tests.service.scheduler.test_uniform_meshes import LATENCY_S, SLOW, answer_of
+from tests.service.scheduler.job.test_heterogeneous_meshes import ROWS, WIDTH
+from tests.service.scheduler.job.test_uniform_meshes import LATENCY_S, SLOW, answer_of
 
 NETWORK = NetworkSpec(bandwidth_bytes_per_s=SLOW, latency_s=LATENCY_S)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from service.scheduler.job.plan_job import JobCosts, job_plan_json, plan_job
-from tests.service.scheduler.test_heterogeneous_meshes import _costs, _job
+from tests.service.scheduler.job.test_heterogeneous_meshes import _costs, _job
 from worker.contract.costs import LinearCost, UpdateCosts
 from worker.contract.job import Job
 

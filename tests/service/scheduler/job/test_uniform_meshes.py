@@ -19,7 +19,7 @@ from service.scheduler.resharding.layout import Links, Tensor, mesh_layout
 from service.scheduler.resharding.resharding import plan_send_and_receive
 from service.scheduler.why.changes import CutSearch
 from tests.service.scheduler.job.test_forwards import _request
-from tests.service.scheduler.test_heterogeneous_meshes import LAYERS, ROWS, WIDTH, _profile
+from tests.service.scheduler.job.test_heterogeneous_meshes import LAYERS, ROWS, WIDTH, _profile
 from worker.contract.job import Job
 from worker.contract.resharding import ReshardingPlan as WorkerPlan
 from worker.tasks import profile as tasks_profile
