@@ -64,66 +64,9 @@ CROWDED_PACKAGES: set[str] = set()
 SPLINTERS: set[str] = set()
 REPEATED_BASE_NAMES: set[str] = set()
 LONG_FUNCTIONS: set[str] = set()
-SPLINTERS: set[str] = {
-    "service/api/routers/system.py",
-    "service/cli/reshard.py",
-    "service/orchestrator/decisions/availability.py",
-    "service/orchestrator/retention.py",
-    "service/scheduler/auto/estimator.py",
-    "service/scheduler/problem/metrics.py",
-    "service/scheduler/schedules/actions.py",
-    "service/scheduler/search/transfer_order.py",
-}
-REPEATED_BASE_NAMES: set[str] = {
-    "actions",
-    "bounds",
-LONG_FUNCTIONS: set[str] = {
-    "service/scheduler/job/joint.py:__init__",
-    "service/scheduler/job/joint.py:plan_jointly",
-    "service/scheduler/job/partition.py:partition",
 WRONG_ARROWS: set[str] = set()
 RIDDLES: set[str] = set()
-BANNED: dict[str, int] = {
-    "worker/actor/batch_feed.py:mine": 5,
-    "worker/actor/batch_feed.py:mine_all": 2,
-    "worker/actor/evaluation.py:mine": 3,
-    "worker/actor/evaluation.py:theirs": 3,
-    "worker/actor/model_host.py:alike": 2,
-    "worker/benchmark/links.py:ways": 2,
-    "worker/driver/reporter.py:told": 2,
-    "worker/driver/step_record.py:told": 16,
-    "worker/tasks/profile.py:ways": 2,
-    "worker/tasks/remove.py:told": 2,
-    "service/api/middleware.py:told": 3,
-    "service/api/routers/artifacts.py:theirs": 3,
-    "service/api/routers/clusters.py:unlike": 4,
-    "service/api/routers/diagnose.py:told": 8,
-    "service/api/routers/jobs.py:theirs": 3,
-    "service/api/routers/plans.py:told": 3,
-    "service/api/saved_plans.py:mine": 13,
-    "service/api/saved_plans.py:theirs": 6,
-    "service/api/saved_plans.py:told": 5,
-    "service/cli/top.py:told": 2,
-    "service/client/client.py:told": 3,
-    "service/orchestrator/tasks/artifacts.py:told": 4,
-    "service/orchestrator/tasks/runner.py:mine": 4,
-    "service/scheduler/job/forwards.py:told": 11,
-    "service/scheduler/job/forwards.py:unlike": 5,
-    "service/scheduler/job/network.py:alike": 9,
-    "service/scheduler/job/network.py:ways": 3,
-    "service/scheduler/job/plan_job.py:alike": 1,
-    "service/scheduler/problem/spec.py:both_ways": 2,
-    "service/scheduler/programs/messages.py:mine": 3,
-    "service/scheduler/programs/messages.py:theirs": 3,
-    "service/scheduler/resharding/hops.py:ways": 7,
-    "service/scheduler/resharding/show.py:told": 2,
-    "service/scheduler/why/changes.py:told": 6,
-    "service/spec/resources.py:unlike": 5,
-    "service/store/leases.py:mine": 3,
-    "service/store/leases.py:told": 5,
-    "service/store/notifications.py:told": 2,
-    "service/store/transitions.py:told": 2,
-}
+BANNED: dict[str, int] = {}
 
 
 @dataclass(frozen=True)
