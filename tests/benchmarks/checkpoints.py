@@ -10,19 +10,15 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "worker"))
-
-from test_actor import job
-from workers import Workers
-
+from tests.worker.actor.test_actor import job
 from tests.worker.driver.fake_gang import SimpleGang
+from tests.worker.workers import Workers
 from worker.contract.job import CheckpointPolicy
 from worker.driver.checkpoints import Checkpoints
 

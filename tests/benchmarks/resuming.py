@@ -6,15 +6,11 @@ How far the next step's loss and parameters are from those of the run that saved
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "worker"))
-
-from layouts import LAYOUTS, STEPS, Difference, resumed, trained
-from test_actor import job
-from test_unlike_meshes import unet
+from tests.worker.actor.test_actor import job
+from tests.worker.jobs.test_heterogeneous_meshes import unet
+from tests.worker.layouts import LAYOUTS, STEPS, Difference, resumed, trained
 
 
 def models() -> dict[str, dict]:
