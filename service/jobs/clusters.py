@@ -15,7 +15,7 @@ from service.jobs.problems import ProblemError
 from service.jobs.service import Service
 from service.jobs.views import job_summary
 from service.orchestrator.attempts.admit import admission_order
-from service.orchestrator.decisions.decide import RAY_RESOURCES
+from service.orchestrator.decisions.attempt_lifecycle import RAY_RESOURCES
 from service.orchestrator.ray.clusters import NamedCluster
 from service.schemas.clusters import (
     AcceleratorsView,

@@ -15,7 +15,7 @@ from service.scheduler.problem.problem import Problem, build_problem
 from service.scheduler.problem.spec import PipelineSpec, SpecError, one_stage_per_mesh
 from service.scheduler.problem.timeline import Timeline, earliest_times, lane_edges, order_by_start, retime
 from service.scheduler.programs.plan import plan_metrics
-from service.scheduler.schedules import named
+from service.scheduler.schedules import published
 from service.scheduler.schedules.registry import AUTO, SCHEDULES
 from service.scheduler.views.text_tables import aligned_columns
 
@@ -116,7 +116,7 @@ def _eager_1f1b(spec: PipelineSpec, cap: int | None) -> tuple[Problem, list[np.n
     if not one_stage_per_mesh(spec):
         raise SpecError("this baseline wants one stage a mesh")
     problem = build_problem(spec.model_copy(update={"max_in_flight": cap}), split=False, inference=False)
-    lanes = named.eager_lanes(problem)
+    lanes = published.eager_lanes(problem)
     unit = np.zeros(problem.tasks)
     unit[: problem.compute_tasks] = 1.0
     times = earliest_times(problem, problem.dependency_edges, lane_edges(lanes), durations=unit)

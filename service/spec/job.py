@@ -15,8 +15,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from service.spec.resources import (
     Resources,
     check_batch_divides,
+    check_elementwise_by_name,
     check_optimizer_sharding,
-    check_tensor_parallel_optimizer,
 )
 from service.spec.values import (
     Duration,
@@ -500,7 +500,7 @@ class JobSpec(SpecPart):
                 f"{self.resources.tensor} have the same rows: set tensor to 1, or leave sync_batch_norm out"
             )
         check_optimizer_sharding(self.resources.shard, self.resources.meshes, self.optimizer.factory)
-        check_tensor_parallel_optimizer(self.resources.tensor, self.optimizer.factory)
+        check_elementwise_by_name(self.resources.tensor, self.optimizer.factory)
         count = self.training.microbatches
         dp_sizes = [
             size // tensor for size, tensor in zip(self.mesh_sizes, self.resources.mesh_tensors, strict=True)

@@ -95,7 +95,7 @@ def check_optimizer_sharding(shard: str | Sequence[str], meshes: int | None, opt
         )
 
 
-def check_tensor_parallel_optimizer(tensor: int, optimizer: str) -> None:
+def check_elementwise_by_name(tensor: int, optimizer: str) -> None:
     """Raise ValueError unless the optimizer (a factory) may update the shards of a matrix in a tp group of size `tensor`.
 
     Only torch's own optimizers are known here; the workers try a user's own.

@@ -1,8 +1,8 @@
 """`make bench-queues`: 10,000 jobs on 10,000 accelerators in simulated time, beside plain first come first served.
 
-The decision is the one that the control plane uses (service/orchestrator/decisions/policy.py), asked at every arrival and
-every end. Both policies see the same jobs; how long a job lasts is known to neither, only the limit that its owner
-set. Then: how many decisions a second with a long line, and how preemption serves a job of a high priority.
+The decision is the one that the control plane uses (`admission_and_preemption` of service/orchestrator/decisions), asked at
+every arrival and every end. Both policies see the same jobs; how long a job lasts is known to neither, only the limit that
+its owner set. Then: how many decisions a second with a long line, and how preemption serves a job of a high priority.
 """
 
 from __future__ import annotations
@@ -19,8 +19,15 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from service.orchestrator.decisions.decide import Capacity, Holder, Preempt, QueueRules, Start, WaitingJob
-from service.orchestrator.decisions.policy import admit
+from service.orchestrator.decisions.admission_and_preemption import admit
+from service.orchestrator.decisions.attempt_lifecycle import (
+    Capacity,
+    Holder,
+    Preempt,
+    QueueRules,
+    Start,
+    WaitingJob,
+)
 
 OWNERS = 20
 RULES = QueueRules(preempts=True, grace_s=90.0, patience_s=3600.0)

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from helm_python import Chart, HelmError, lint
 
-from service.orchestrator.decisions.decide import RAY_RESOURCES
+from service.orchestrator.decisions.attempt_lifecycle import RAY_RESOURCES
 from service.settings.settings import Settings
 from tests.deploy.crds import check
 from tests.deploy.rendering import (

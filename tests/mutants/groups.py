@@ -32,8 +32,8 @@ GROUPS = [
     ),
     Group(
         "decide",
-        "service/orchestrator/decisions/decide.py",
-        "tests/service/orchestrator/decisions/test_decide.py",
+        "service/orchestrator/decisions/attempt_lifecycle.py",
+        "tests/service/orchestrator/decisions/test_attempt_lifecycle.py",
     ),
     Group(
         "outcome",
@@ -59,8 +59,8 @@ GROUPS = [
     ),
     Group(
         "engine",
-        "worker/engine/actions.py worker/engine/optim/step.py worker/model/rng.py",
-        f"{_ENGINE}/test_tied.py {_ENGINE}/optim/test_step.py {_ENGINE}/test_buffers.py",
+        "worker/engine/actions.py worker/engine/optim/reduce_and_step.py worker/model/rng.py",
+        f"{_ENGINE}/test_tied.py {_ENGINE}/optim/test_reduce_and_step.py {_ENGINE}/test_buffers.py",
     ),
     Group(
         "gradients",

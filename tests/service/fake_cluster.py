@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from service.orchestrator.attempts.watch import AttemptWatcher
-from service.orchestrator.decisions.decide import RayJob, RayState
+from service.orchestrator.decisions.attempt_lifecycle import RayJob, RayState
 from service.orchestrator.ray.jobs_api import (
     ClusterError,
     ClusterUnreachableError,

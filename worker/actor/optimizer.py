@@ -25,7 +25,7 @@ from worker.contract.job import Factory, Job, Optimizer, ParameterGroup
 from worker.contract.profile import FactoryError, ModelError, OptimizerState
 from worker.contract.reasons import Reason
 from worker.engine.optim.state_dict import GROUP_NUMBER_KEY, IMPLEMENTATION_FLAGS
-from worker.engine.optim.zero1 import check_tensor_parallel_optimizer, check_zero1_optimizer
+from worker.engine.optim.trials import check_tensor_parallel_optimizer, check_zero1_optimizer
 from worker.model.factory import call_factory, check_patterns_match, pattern_matches, resolve
 
 

@@ -21,7 +21,7 @@ from worker.contract.job import LossScaling
 from worker.contract.reasons import Reason
 from worker.engine.local_stages import LocalStages
 from worker.engine.optim.grad_scaler import PipelineGradScaler
-from worker.engine.optim.step import ModelUpdate, UpdateSettings
+from worker.engine.optim.reduce_and_step import ModelUpdate, UpdateSettings
 from worker.parallel.collectives import Collectives
 from worker.transport.base import Topology, Transport, finish
 from worker.transport.local import LocalTransport

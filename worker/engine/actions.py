@@ -19,7 +19,7 @@ import torch
 from worker.contract.failures import leave_breadcrumb
 from worker.contract.program import COMPUTE_LANE, COMPUTE_OPS, RECEIVE_OPS, SEND_OPS, Instruction, Program
 from worker.engine.lanes.base import Action, Finish, chain_finish
-from worker.engine.optim.step import ModelUpdate
+from worker.engine.optim.reduce_and_step import ModelUpdate
 from worker.engine.reshardings import Reshardings
 from worker.engine.results import StageError
 from worker.engine.routes import Route, transfer_tag

@@ -26,7 +26,7 @@ from worker.engine.lanes.cuda import CudaLanes
 from worker.engine.local_stages import LocalStages, tie_local_parameters
 from worker.engine.lowering import bound_send_lifetimes, check_batch, check_stages
 from worker.engine.optim.grad_scaler import make_grad_scaler
-from worker.engine.optim.step import UpdateResult, UpdateSettings, bucket_candidates
+from worker.engine.optim.reduce_and_step import UpdateResult, UpdateSettings, bucket_candidates
 from worker.engine.optim.zero1 import make_update
 from worker.engine.reshardings import Reshardings, check_resharding_plans
 from worker.engine.results import RunOptions, StepResult, slot_limits

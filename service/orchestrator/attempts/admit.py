@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from service.orchestrator.attempts.outcome import attempt_deadline, request_graceful_stop
-from service.orchestrator.decisions.decide import (
+from service.orchestrator.decisions.attempt_lifecycle import (
     Capacity,
     Holder,
     Preempt,

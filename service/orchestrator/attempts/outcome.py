@@ -17,7 +17,7 @@ from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.orchestrator.decisions.decide import FailJob, after_failure
+from service.orchestrator.decisions.attempt_lifecycle import FailJob, after_failure
 from service.spec.job import stored_retry
 from service.spec.states import AttemptState, JobState
 from service.store.attempts import attempts_of, lock_attempt

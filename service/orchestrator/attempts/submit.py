@@ -15,7 +15,7 @@ from typing import Any
 
 from service.observability.tracing import attempt_context, exporting
 from service.orchestrator.attempts.admit import explain_waits
-from service.orchestrator.decisions.decide import EndAttempt, Wait
+from service.orchestrator.decisions.attempt_lifecycle import EndAttempt, Wait
 from service.orchestrator.ray.clusters import Clusters, NamedCluster
 from service.orchestrator.ray.jobs_api import ClusterError, ClusterUnreachableError, RayJobSubmission
 from service.settings.settings import Settings

@@ -23,7 +23,7 @@ from service.orchestrator.attempts.outcome import (
     request_graceful_stop,
 )
 from service.orchestrator.attempts.submit import Submitter
-from service.orchestrator.decisions.decide import (
+from service.orchestrator.decisions.attempt_lifecycle import (
     EndAttempt,
     RayJob,
     RequestGracefulStop,

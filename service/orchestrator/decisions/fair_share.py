@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from service.orchestrator.decisions.decide import Holder, WaitingJob
+from service.orchestrator.decisions.attempt_lifecycle import Holder, WaitingJob
 
 QueueAndDevice = tuple[str, str]
 """Name of a queue, and a device: owners take turns within each such pair."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from service.orchestrator.decisions.decide import (
+from service.orchestrator.decisions.admission_and_preemption import admit
+from service.orchestrator.decisions.attempt_lifecycle import (
     Capacity,
     Holder,
     Preempt,
@@ -21,7 +22,6 @@ from service.orchestrator.decisions.decide import (
     device_of,
 )
 from service.orchestrator.decisions.fair_share import fair_order
-from service.orchestrator.decisions.policy import admit
 from worker.contract.reasons import Reason
 
 _OTHER_CLUSTER_DEVICE = "elsewhere"

@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from service.orchestrator.decisions.decide import RAY_RESOURCES, Capacity, RayJob
+from service.orchestrator.decisions.attempt_lifecycle import RAY_RESOURCES, Capacity, RayJob
 from service.orchestrator.ray.jobs_api import (
     Cluster,
     ClusterError,

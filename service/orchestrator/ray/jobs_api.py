@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import httpx
 
-from service.orchestrator.decisions.decide import RayJob, RayState
+from service.orchestrator.decisions.attempt_lifecycle import RayJob, RayState
 
 _AGENT_UNAVAILABLE_MARKS = ("No available agent", "ClientConnectorError", "ServerDisconnectedError")
 """Parts of the text that Ray's head answers (with status 500) while the agent of its node is not there."""

@@ -24,7 +24,7 @@ import time
 
 import httpx
 
-from service.orchestrator.decisions.decide import RAY_RESOURCES
+from service.orchestrator.decisions.attempt_lifecycle import RAY_RESOURCES
 from service.settings.settings import Settings
 
 logger = logging.getLogger(__name__)

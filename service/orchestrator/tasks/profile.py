@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from service.orchestrator.attempts.submit import working_dir_uri
-from service.orchestrator.decisions.decide import RAY_RESOURCES, device_of
+from service.orchestrator.decisions.attempt_lifecycle import RAY_RESOURCES, device_of
 from service.orchestrator.ray.clusters import Clusters, NamedCluster
 from service.orchestrator.ray.jobs_api import ClusterError, RayJobSubmission
 from service.orchestrator.tasks.runner import (

@@ -23,7 +23,7 @@ from typing import ClassVar, Generic, TypeVar
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from service.orchestrator.decisions.decide import RayState
+from service.orchestrator.decisions.attempt_lifecycle import RayState
 from service.orchestrator.planning.pool import PlannerBusyError
 from service.orchestrator.ray.clusters import Clusters, NamedCluster
 from service.orchestrator.ray.jobs_api import Cluster, ClusterError, ClusterUnreachableError, RayJobSubmission

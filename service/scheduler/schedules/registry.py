@@ -12,7 +12,7 @@ import numpy as np
 
 from service.scheduler.problem.problem import Problem
 from service.scheduler.problem.spec import PipelineSpec, SpecError, is_looped, is_v_shaped, one_stage_per_mesh
-from service.scheduler.schedules import csv, named
+from service.scheduler.schedules import csv, published
 
 Lanes = list[np.ndarray]
 
@@ -35,24 +35,24 @@ def _any_placement(spec: PipelineSpec) -> bool:
 SCHEDULES = {
     schedule.name: schedule
     for schedule in (
-        NamedSchedule("gpipe", named.gpipe_lanes, one_stage_per_mesh, "one stage a mesh"),
-        NamedSchedule("1f1b", named.one_f_one_b_lanes, one_stage_per_mesh, "one stage a mesh"),
-        NamedSchedule("eager-1f1b", named.eager_lanes, one_stage_per_mesh, "one stage a mesh"),
+        NamedSchedule("gpipe", published.gpipe_lanes, one_stage_per_mesh, "one stage a mesh"),
+        NamedSchedule("1f1b", published.one_f_one_b_lanes, one_stage_per_mesh, "one stage a mesh"),
+        NamedSchedule("eager-1f1b", published.eager_lanes, one_stage_per_mesh, "one stage a mesh"),
         NamedSchedule(
             "interleaved-1f1b",
-            named.interleaved_lanes,
+            published.interleaved_lanes,
             is_looped,
             "stage i on mesh i mod P, two or more stages a mesh, edges to later stages only",
         ),
-        NamedSchedule("zb-h1", named.zb_h1_lanes, one_stage_per_mesh, "one stage a mesh", splits=True),
+        NamedSchedule("zb-h1", published.zb_h1_lanes, one_stage_per_mesh, "one stage a mesh", splits=True),
         NamedSchedule(
             "zb-v",
-            named.zb_v_lanes,
+            published.zb_v_lanes,
             is_v_shaped,
             "stages i and 2P-1-i on mesh i, edges to later stages only",
             splits=True,
         ),
-        NamedSchedule("inference", named.inference_lanes, _any_placement, "any placement"),
+        NamedSchedule("inference", published.inference_lanes, _any_placement, "any placement"),
         NamedSchedule("csv", csv.csv_lanes, _any_placement, "any placement"),
     )
 }

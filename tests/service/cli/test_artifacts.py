@@ -7,7 +7,7 @@ import threading
 from dataclasses import asdict
 from pathlib import Path
 
-from service.orchestrator.decisions.decide import RayJob, RayState
+from service.orchestrator.decisions.attempt_lifecycle import RayJob, RayState
 from tests.service.cli.conftest import Run
 from tests.service.cli.test_weights import trained
 from tests.service.serving import Served, report, until

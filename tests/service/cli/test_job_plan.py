@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from service.orchestrator.decisions.decide import RayJob, RayState
+from service.orchestrator.decisions.attempt_lifecycle import RayJob, RayState
 from tests.service.api.routers.test_job_plans import OPEN, costs
 from tests.service.cli.conftest import Run
 from tests.service.conftest import job_body

@@ -9,7 +9,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from service.orchestrator.decisions.decide import RayJob, RayState
+from service.orchestrator.decisions.attempt_lifecycle import RayJob, RayState
 from tests.service.cli.conftest import Run
 from tests.service.conftest import job_body
 from tests.service.serving import Served, until

@@ -18,7 +18,7 @@ import pytest
 from service.client.client import ApiError, Client, ClientError, UnreachableError
 from service.control_plane import ControlPlane
 from service.orchestrator.attempts.outcome import EventRecord, TimelineRecord
-from service.orchestrator.decisions.decide import RayJob, RayState
+from service.orchestrator.decisions.attempt_lifecycle import RayJob, RayState
 from service.orchestrator.ray.local_ray import free_ports
 from service.settings.settings import Settings
 from service.spec.job import JobSpec

@@ -19,8 +19,8 @@ from service.orchestrator.attempts.outcome import (
     TimelineRecord,
     apply_report,
 )
-from service.orchestrator.decisions import decide
-from service.orchestrator.decisions.decide import RayJob, RayState
+from service.orchestrator.decisions import attempt_lifecycle
+from service.orchestrator.decisions.attempt_lifecycle import RayJob, RayState
 from service.orchestrator.loop import Orchestrator
 from service.orchestrator.ray.clusters import build_clusters
 from service.orchestrator.ray.driver_logs import LogReader, LogWindow
@@ -338,7 +338,7 @@ async def test_the_pause_before_each_attempt_doubles_up_to_the_limit_that_was_se
 async def test_a_driver_that_is_lost_is_followed_after_the_pause_of_the_settings(world: World):
     world.settings = SETTINGS.model_copy(update={"retry_backoff_s": 30.0, "retry_backoff_limit_s": 45.0})
     world.restart()
-    world.orchestrator.attempts.limits = decide.WatchLimits(report_grace_s=0.0)
+    world.orchestrator.attempts.limits = attempt_lifecycle.WatchLimits(report_grace_s=0.0)
     job_id = await world.start()
     for pause in (30, 45):
         current = (await world.job(job_id)).current_attempt
@@ -434,7 +434,7 @@ async def test_a_driver_that_ended_while_the_control_plane_was_away_is_noticed(w
     job_id = await world.start(retry={"infrastructure": 0})
     world.cluster.states[f"{job_id}-1"] = RayJob(RayState.FAILED)
     world.restart()
-    world.orchestrator.attempts.limits = decide.WatchLimits(report_grace_s=0.0)
+    world.orchestrator.attempts.limits = attempt_lifecycle.WatchLimits(report_grace_s=0.0)
     await world.rounds(2)
     assert (await world.job(job_id)).reason == "DRIVER_LOST"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from service.orchestrator.decisions.decide import RayJob, RayState
+from service.orchestrator.decisions.attempt_lifecycle import RayJob, RayState
 from service.spec.states import AttemptState
 from service.store import jobs as store
 from service.store.attempts import find_attempt

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from service.orchestrator.attempts.outcome import Backoff, EventRecord, StaleAttemptError, end_attempt
-from service.orchestrator.decisions.decide import RayJob, RayState
+from service.orchestrator.decisions.attempt_lifecycle import RayJob, RayState
 from service.spec.states import AttemptState, JobState
 from service.store import jobs as job_store
 from service.store.attempts import active_attempts, find_attempt

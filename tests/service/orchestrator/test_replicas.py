@@ -12,7 +12,7 @@ from datetime import timedelta
 import pytest
 from sqlalchemy import update
 
-from service.orchestrator.decisions.decide import RayJob, RayState
+from service.orchestrator.decisions.attempt_lifecycle import RayJob, RayState
 from service.orchestrator.ray.jobs_api import RayJobSubmission
 from service.spec.states import AttemptState
 from service.store.attempts import active_attempts, find_attempt

@@ -23,8 +23,8 @@ from worker.contract.job import Factory
 from worker.contract.profile import FactoryError, OptimizerState
 from worker.contract.reasons import Reason
 from worker.engine.local_stages import LocalStages
+from worker.engine.optim.reduce_and_step import ModelUpdate, UpdateSettings
 from worker.engine.optim.state_dict import without_implementation_flags
-from worker.engine.optim.step import ModelUpdate, UpdateSettings
 from worker.parallel.collectives import Collectives
 from worker.transport.base import Topology
 from worker.transport.local import LocalTransport

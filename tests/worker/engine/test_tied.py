@@ -5,7 +5,7 @@ from torch import nn
 
 from tests.worker.engine.engine_support import LocalPipeline, serial_programs, tied_chain
 from worker.engine.local_stages import LocalStages, tie_local_parameters
-from worker.engine.optim.step import bucket_candidates
+from worker.engine.optim.reduce_and_step import bucket_candidates
 from worker.parallel.process_groups import reduce_groups
 from worker.transport.base import Topology
 

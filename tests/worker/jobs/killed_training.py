@@ -25,7 +25,7 @@ from worker.checkpoint.record import RECORD_SHARD, make_record, record_to_state
 from worker.contract.job import CheckpointPolicy
 from worker.driver.checkpoints import Checkpoints
 from worker.engine.local_stages import LocalStages
-from worker.engine.optim.step import ModelUpdate, UpdateSettings
+from worker.engine.optim.reduce_and_step import ModelUpdate, UpdateSettings
 from worker.parallel.collectives import Collectives
 from worker.transport.base import Topology
 from worker.transport.local import LocalTransport

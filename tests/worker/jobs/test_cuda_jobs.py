@@ -17,7 +17,7 @@ from tests.worker.jobs.test_tensor_parallel import LOSSES, on, unet
 from worker.checkpoint import format as checkpoint_format
 from worker.contract.failures import AttemptFailure
 from worker.contract.reasons import Reason
-from worker.engine.optim.step import ModelUpdate
+from worker.engine.optim.reduce_and_step import ModelUpdate
 from worker.engine.results import SlotLimits
 from worker.parallel.tensor.shards import TensorParallelShards
 

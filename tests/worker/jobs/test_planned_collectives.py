@@ -19,7 +19,7 @@ from worker.contract.costs import LinearCost, UpdateCosts, mesh_update
 from worker.contract.job import Job, LossScaling
 from worker.contract.profile import CollectiveCost, LayerCost, LayerProfile
 from worker.driver.benchmarks import GangCollectiveCosts
-from worker.engine.optim.step import ModelUpdate
+from worker.engine.optim.reduce_and_step import ModelUpdate
 from worker.model.export import trace
 from worker.parallel import sync_batch_norm
 from worker.parallel.tensor.graph_collectives import TensorGroup

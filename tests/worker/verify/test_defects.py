@@ -12,7 +12,7 @@ from tests.worker.verify.proving import gpt, pictures, proof_of
 from worker.engine import stage as stage_module
 from worker.engine.autograd import WeightBackward
 from worker.engine.engine import Engine
-from worker.engine.optim.step import ModelUpdate
+from worker.engine.optim.reduce_and_step import ModelUpdate
 from worker.engine.stage import StageRunner
 from worker.engine.stage_io import StageTensors
 from worker.model.rng import RandomState

@@ -9,7 +9,7 @@ import pytest
 from tests.worker.jobs.test_heterogeneous_meshes import on, unet
 from tests.worker.verify.proving import gpt, pictures, proof_of
 from tests.worker.verify.test_defects import SPLIT, around, forward_differs, weight_backward_skipped
-from worker.engine.optim.step import ModelUpdate
+from worker.engine.optim.reduce_and_step import ModelUpdate
 from worker.parallel.resharding import TileBuffers
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from service.orchestrator.decisions.decide import RayJob, RayState
+from service.orchestrator.decisions.attempt_lifecycle import RayJob, RayState
 from service.store.database import utc_now
 from service.store.transitions import lock_job
 from tests.service.api.conftest import Api, ApiMaker

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from service.orchestrator.attempts.outcome import Backoff, DriverReport, apply_report
-from service.orchestrator.decisions.decide import RayJob, RayState
+from service.orchestrator.decisions.attempt_lifecycle import RayJob, RayState
 from service.orchestrator.ray.clusters import build_clusters
 from service.orchestrator.ray.jobs_api import RayNode
 from service.settings.settings import Settings

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from service.orchestrator.decisions.decide import RayJob, RayState
+from service.orchestrator.decisions.attempt_lifecycle import RayJob, RayState
 from service.orchestrator.tasks import profile
 from service.scheduler.job.cut import PipelineSetup
 from service.scheduler.job.joint import PlanRequest, plan_jointly

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from service.orchestrator.decisions.decide import RayJob, RayState
+from service.orchestrator.decisions.attempt_lifecycle import RayJob, RayState
 from service.store.measurements import StepRecord
 from tests.service.api.conftest import Api, ApiMaker
 from tests.service.api.routers.test_jobs import problem

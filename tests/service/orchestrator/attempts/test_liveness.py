@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from service.orchestrator.attempts.liveness import RECONNECT_S, LivenessWindow
-from service.orchestrator.decisions.decide import RayJob, RayState
+from service.orchestrator.decisions.attempt_lifecycle import RayJob, RayState
 from service.spec.states import AttemptState
 from service.store.attempts import find_attempt
 from service.store.database import utc_now

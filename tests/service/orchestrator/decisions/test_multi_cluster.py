@@ -7,7 +7,8 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.orchestrator.decisions.decide import (
+from service.orchestrator.decisions.admission_and_preemption import admit
+from service.orchestrator.decisions.attempt_lifecycle import (
     Capacity,
     Holder,
     Preempt,
@@ -17,7 +18,6 @@ from service.orchestrator.decisions.decide import (
     WaitingJob,
 )
 from service.orchestrator.decisions.multi_cluster import admit_all_clusters, order_all_clusters
-from service.orchestrator.decisions.policy import admit
 from worker.contract.reasons import Reason
 
 RULES = QueueRules(preempts=True, grace_s=10.0, patience_s=1e9)

@@ -22,7 +22,7 @@ import httpx
 import pytest
 
 from service.control_plane import run_control_plane
-from service.orchestrator.decisions.decide import RayState
+from service.orchestrator.decisions.attempt_lifecycle import RayState
 from service.orchestrator.ray import local_ray as ray_local
 from service.orchestrator.ray.jobs_api import (
     ClusterError,

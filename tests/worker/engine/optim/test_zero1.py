@@ -16,14 +16,10 @@ from tests.worker.engine.engine_support import (
     serial_programs,
     tied_chain,
 )
-from tests.worker.engine.optim.test_step import decaying, with_spare
+from tests.worker.engine.optim.test_reduce_and_step import decaying, with_spare
 from tests.worker.odd_jobs import Rowwise
-from worker.engine.optim.zero1 import (
-    FlatPartition,
-    check_tensor_parallel_optimizer,
-    check_zero1_optimizer,
-    local_partitions,
-)
+from worker.engine.optim.trials import check_tensor_parallel_optimizer, check_zero1_optimizer
+from worker.engine.optim.zero1 import FlatPartition, local_partitions
 from worker.transport.base import Topology
 from worker.transport.local import LocalTransport
 

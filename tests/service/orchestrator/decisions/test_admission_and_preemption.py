@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.orchestrator.decisions.decide import (
+from service.orchestrator.decisions.admission_and_preemption import RESERVATION_LIMIT, admit
+from service.orchestrator.decisions.attempt_lifecycle import (
     Capacity,
     Holder,
     Preempt,
@@ -19,7 +20,6 @@ from service.orchestrator.decisions.decide import (
     Wait,
     WaitingJob,
 )
-from service.orchestrator.decisions.policy import RESERVATION_LIMIT, admit
 
 RULES = QueueRules(preempts=True, grace_s=10.0, patience_s=1e9)
 

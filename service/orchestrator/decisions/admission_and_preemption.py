@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from service.orchestrator.decisions.decide import (
+from service.orchestrator.decisions.attempt_lifecycle import (
     RAY_RESOURCES,
     Capacity,
     Holder,

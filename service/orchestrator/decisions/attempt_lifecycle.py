@@ -1,8 +1,8 @@
 """Decisions about an attempt as pure functions: the next step of its life, and the retry after its failure.
 
-Values in, values out: no clock, no database, no Ray. Also holds the values of admission (WaitingJob, Holder,
-Capacity, Start, Wait, Preempt), which policy.py and multi_cluster.py decide over. Times are Unix seconds. Silence
-counts from `watching_since`: a control plane that was away must not take its own absence for the driver's.
+Values in, values out: no clock, no database, no Ray. Also holds the values of admission (WaitingJob, Holder, Capacity,
+Start, Wait, Preempt), which admission_and_preemption.py and multi_cluster.py decide over. Times are Unix seconds.
+Silence counts from `watching_since`: a control plane that was away must not take its own absence for the driver's.
 """
 
 from __future__ import annotations

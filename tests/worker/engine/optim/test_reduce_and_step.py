@@ -26,7 +26,7 @@ from tests.worker.engine.engine_support import (
     tied_chain,
 )
 from worker.contract.planned import MeshProgram
-from worker.engine.optim.step import ModelUpdate, honours_found_inf
+from worker.engine.optim.reduce_and_step import ModelUpdate, honours_found_inf
 from worker.engine.results import NonFiniteError, RunOptions
 from worker.model.export import trace
 from worker.model.rng import RandomState, derive_seed, reseed_at_random_ops

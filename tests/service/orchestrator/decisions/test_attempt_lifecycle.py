@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.orchestrator.decisions.decide import (
+from service.orchestrator.decisions.admission_and_preemption import admit
+from service.orchestrator.decisions.attempt_lifecycle import (
     Capacity,
     DoNothing,
     EndAttempt,
@@ -27,7 +28,6 @@ from service.orchestrator.decisions.decide import (
     after_failure,
     decide_attempt,
 )
-from service.orchestrator.decisions.policy import admit
 from service.spec.job import Retry
 from service.spec.states import AttemptState
 from worker.contract import reasons
