@@ -114,7 +114,7 @@ def test_a_job_that_leaves_its_numbers_open_is_planned_without_training_and_then
     assert gang.measured_by == "gang"
     assert all(one.reduce_s > 0 and one.step_s > 0 for one in planned.update)
     chosen = planned.spec["microbatches"]
-    assert 16 % chosen == 0 and 16 // chosen % 2 == 0 and len(planned.stage_starts) % 2 == 0
+    assert 16 % chosen == 0 and 16 // chosen % 2 == 0 and len(planned.begins) % 2 == 0
     spec["training"]["microbatches"] = chosen
     assert [step.loss for step in steps] == pytest.approx(plain_losses(spec), rel=1e-5)
 
