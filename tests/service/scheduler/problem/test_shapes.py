@@ -10,23 +10,23 @@ from tests.service.scheduler.specs import chain
 @pytest.mark.parametrize(
     ("meshes", "found"),
     [
-        ([0, 1, 2], {"one_stage_a_mesh"}),
-        ([2, 1, 0], {"one_stage_a_mesh"}),
-        ([0, 1, 0, 1], {"looped"}),
-        ([0, 1, 0, 1, 0, 1], {"looped"}),
+        ([0, 1, 2], {"one_stage_per_mesh"}),
+        ([2, 1, 0], {"one_stage_per_mesh"}),
+        ([0, 1, 0, 1], {"is_looped"}),
+        ([0, 1, 0, 1, 0, 1], {"is_looped"}),
         ([0, 1, 0, 1, 0], set()),
         ([0, 1, 1, 0, 0, 1], set()),
-        ([0, 1, 1, 0], {"v_shaped"}),
-        ([0, 1, 2, 2, 1, 0], {"v_shaped"}),
+        ([0, 1, 1, 0], {"is_v_shaped"}),
+        ([0, 1, 2, 2, 1, 0], {"is_v_shaped"}),
         ([0, 1, 1, 0, 0], set()),
-        ([0, 0], {"looped", "v_shaped"}),
-        ([0, 0, 0], {"looped"}),
-        ([0], {"one_stage_a_mesh"}),
+        ([0, 0], {"is_looped", "is_v_shaped"}),
+        ([0, 0, 0], {"is_looped"}),
+        ([0], {"one_stage_per_mesh"}),
     ],
 )
 def test_a_placement_is_of_the_shapes_that_fit_it(meshes, found):
     spec = load_spec(chain(len(meshes), 2, meshes=meshes, schedule="auto"))
-    shapes_of = ("one_stage_a_mesh", "looped", "v_shaped")
+    shapes_of = ("one_stage_per_mesh", "is_looped", "is_v_shaped")
     assert {name for name in shapes_of if getattr(problem_spec, name)(spec)} == found
     assert problem_spec.is_chain(spec)
 
