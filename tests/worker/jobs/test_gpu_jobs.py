@@ -82,7 +82,7 @@ def run(spec, device, nodes=None):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": f"{PROCESS.parent}{os.pathsep}{PROCESS.parents[2]}"},
+            env={**os.environ, "PYTHONPATH": f"{PROCESS.parents[1]}{os.pathsep}{PROCESS.parents[3]}"},
         )
         for _ in places
     ]

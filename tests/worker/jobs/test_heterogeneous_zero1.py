@@ -84,7 +84,7 @@ def plainly(spec, steps):
     """Losses of a plain loop, and its parameters behind it."""
     models = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("test_actor.build_model", keeping(models))
+        patch.setattr("tests.worker.actor.test_actor.build_model", keeping(models))
         losses, _ = plain(spec, steps)
     return losses, {name: p.detach() for name, p in models[0].named_parameters()}
 
