@@ -71,10 +71,10 @@ async def test_a_job_is_one_trace_from_its_request_to_its_profiled_steps(
             monkeypatch.setenv(name, env[name])
         sent: list[dict] = []
         spans = Spans.from_environment(sent.append)
-        spans.ended("launch: plan", 0.5)
+        spans.add_ended("launch: plan", 0.5)
         assert spans.step(a_step(1), profiled=False).keys() == {"trace_id", "step"}
         labels = spans.step(a_step(2), profiled=True)
-        spans.ended("checkpoint: save", 0.25)
+        spans.add_ended("checkpoint: save", 0.25)
         trace = {"traceparent": env["SLOTLINE_TRACEPARENT"]}
         await api.driver(job, "GET", "/profile", params={"key": "k"}, headers=trace)
         for sequence, fields in enumerate(({"state": "RUNNING", "spans": sent}, {"state": "SUCCEEDED"}), 1):
@@ -285,12 +285,12 @@ def test_a_driver_makes_no_spans_unless_they_go_somewhere(monkeypatch: pytest.Mo
     monkeypatch.delenv("SLOTLINE_SPANS", raising=False)
     sent: list[dict] = []
     spans = Spans.from_environment(sent.append)
-    spans.ended("launch: plan", 1.0)
+    spans.add_ended("launch: plan", 1.0)
     assert spans.step(a_step(3), profiled=True) == {"trace_id": CALLER.split("-")[1], "step": "3"}
     monkeypatch.delenv("SLOTLINE_TRACEPARENT")
     monkeypatch.setenv("SLOTLINE_SPANS", "1")
     spans = Spans.from_environment(sent.append)
-    spans.ended("launch: plan", 1.0)
+    spans.add_ended("launch: plan", 1.0)
     assert spans.step(a_step(3), profiled=True) == {} and sent == []
 
 
