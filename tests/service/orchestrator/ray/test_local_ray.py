@@ -303,7 +303,7 @@ async def test_a_ray_that_cannot_live_is_started_again_after_longer_and_longer(m
         )
         return await local._process.wait()
 
-    monkeypatch.setattr(local, "_started", started)
+    monkeypatch.setattr(local, "_start_once", started)
     await started()
     keeping = asyncio.create_task(local.keep())
     async with asyncio.timeout(30):
