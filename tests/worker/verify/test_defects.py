@@ -74,8 +74,8 @@ def tied_in_one_stage(monkeypatch):
     """The gradient of the tied weight is not summed over its stages, which lie on different meshes."""
 
     def make(original):
-        def init(self, **arguments):
-            original(self, **arguments)
+        def init(self, *values, **arguments):
+            original(self, *values, **arguments)
             self._tied_groups = {}
 
         return init
@@ -171,8 +171,8 @@ def not_clipped(monkeypatch):
     """No mesh clips its gradients."""
 
     def make(original):
-        def init(self, **arguments):
-            original(self, **arguments)
+        def init(self, *values, **arguments):
+            original(self, *values, **arguments)
             self._settings = replace(self._settings, clip_grad_norm=None)
 
         return init
