@@ -87,9 +87,9 @@ def not_divided_by_the_loss_workers(monkeypatch):
     """The mesh of one worker adds up the gradients of the two that have the loss."""
 
     def make(original):
-        def init(self, **arguments):
-            original(self, **arguments)
-            if self.transport.mesh == "m0":
+        def init(self, *values, **arguments):
+            original(self, *values, **arguments)
+            if self.collectives.mesh == "m0":
                 self._dp_size_of_loss = 1
 
         return init

@@ -34,7 +34,7 @@ def test_a_proof_tells_parts_that_were_not_gathered_and_those_that_a_norm_left_o
     wrong = {
         "gather": lambda self: None,
         "_gradients_of_norm": lambda self: (
-            found if (found := right(self)) and self.transport.worker < 2 else []
+            found if (found := right(self)) and self.collectives.worker < 2 else []
         ),
     }[defect]
     monkeypatch.setattr(Zero1Update, defect, wrong)

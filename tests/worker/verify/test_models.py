@@ -91,7 +91,7 @@ def test_a_job_in_fp16_is_found_equal_also_where_a_step_overflows():
 
 
 def test_a_loss_scale_that_is_never_lowered_is_found(monkeypatch):
-    ended = PipelineGradScaler.ended
+    ended = PipelineGradScaler.end_step
 
     def keeps(self, step):
         scale = self.scale

@@ -35,7 +35,7 @@ def test_a_proof_tells_parameters_that_were_not_gathered_and_a_norm_without_the_
     wrong = {
         "gather": lambda self: None,
         "_gradients_of_norm": lambda self: (
-            found if (found := right(self)) and self.transport.worker == 0 else []
+            found if (found := right(self)) and self.collectives.worker == 0 else []
         ),
     }[defect]
     monkeypatch.setattr(Zero1Update, defect, wrong)
