@@ -66,7 +66,7 @@ def test_alerts_ask_for_metrics_that_somebody_exports():
     """An alert on a metric that nobody has is silent for ever."""
     sources = "".join(
         (DASHBOARDS.parent / path).read_text()
-        for path in ("service/api/routers/metrics.py", "worker/driver/metrics.py", "service/store/queues.py")
+        for path in ("service/api/metrics.py", "worker/driver/metrics.py", "service/store/queues.py")
     )
     for rule in alerts():
         for name in re.findall(r"\bslotline_[a-z_]+", rule["expr"]):
