@@ -1,4 +1,4 @@
-"""How alembic runs: on the connection that `Database.start` gives it."""
+"""Alembic's environment: runs the migrations on the connection that `Database.start` gives it."""
 
 from alembic import context
 
