@@ -1,20 +1,28 @@
-# Everything a person types here works on a fresh machine with Python 3.11 and nothing else.
-PYTHON ?= python3.11
+# Everything a person types here works on a fresh machine with Python 3.11 or 3.12 and nothing else.
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || echo python3.11)
 VENV := .venv
+OTHER_RAY ?= 2.59.0
 BIN := $(VENV)/bin
+DEMO_READY := $(VENV)/.demo-ready
 READY := $(VENV)/.ready
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 SYSTEM_PACKAGES := chromium prometheus postgresql iproute2
 PYTEST_ARGS ?=
 
+# Tests of one file run in one process, all that start Ray in one (tests/conftest.py); the marks are told in tests/README.md.
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
+BY_NIGHT := slow or matrix or postgres
+
+unexport PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS ?= 1
 export RAY_DEDUP_LOGS ?= 0
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: help setup demo test lint format mutants bench bench-overlap bench-training bench-planned bench-models bench-queues bench-seeing image-test bench-resume bench-checkpoints bench-reduces bench-compiled kill-test bench-service system-packages clean
+.PHONY: help setup demo test test-all lint format mutants bench bench-overlap bench-training bench-planned bench-models bench-queues bench-seeing image-test bench-resume bench-checkpoints bench-reduces bench-compiled kill-test kind-test upgrade-test ray-test gpu-check bench-service system-packages clean
 
 help:
 	@echo "make demo           install, start a local Slotline, train two jobs, show where the time went"
-	@echo "make test           install, run every test"
+	@echo "make test           install, run the tests that a change needs (20 minutes);  make test-all  every test"
 	@echo "make setup          install into $(VENV) only"
 	@echo "make lint           ruff check and format check;  make format  rewrites"
 	@echo "make mutants        small changes that no test notices, for SLOTLINE_MUTANTS_S seconds (600)"
@@ -25,6 +33,10 @@ help:
 	@echo "make bench-models   public models in three layouts, beside training them plainly (20 minutes)"
 	@echo "make bench-seeing   what it costs to see a step: slots, reports, metrics, traces (10 minutes)"
 	@echo "make image-test     what the images install, in empty environments, and a job in it (TORCH_INDEX=...; 10 minutes)"
+	@echo "make kind-test      the chart on a kind cluster: install, helm test, a job, an upgrade (TORCH_INDEX=... KUBERAY_CHART=...; docker)"
+	@echo "make upgrade-test   FROM=revision: that control plane upgraded to this tree's while a job trains on a local Ray (1 minute)"
+	@echo "make ray-test       what the control plane asks of Ray, asked of the minor version before ours too (2 minutes)"
+	@echo "make gpu-check      the first hour on a machine with GPUs: ten checks up to the first failure, and one report, gpu-check.md"
 	@echo "make kill-test      three replicas on PostgreSQL, one always killed or frozen, for SLOTLINE_KILL_TEST_S seconds (300)"
 	@echo "make bench-service  submissions beside Ray's Jobs API, waits of clients in a crowd, hostile bodies (6 minutes)"
 	@echo "make bench-reduces  sums of gradients behind a step and beside it, over rate-limited links (root)"
@@ -35,15 +47,22 @@ help:
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt
-	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found: install Python 3.11, or name one with PYTHON=..."; exit 1; }
+# What runs Slotline, without the tools of developers. Of its modules those are compiled that are imported, beside the kernels.
+$(DEMO_READY): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found: install Python 3.11 or 3.12, or name one with PYTHON=..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing Slotline and what it needs into $(VENV) (some minutes the first time)"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt "$$(grep '^torch==' constraints.txt)"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt --editable '.[dev]'
+	@echo "installing Slotline and what it needs into $(VENV) (a minute or two the first time)"
+	@$(PIP_INSTALL) --no-compile --editable '.[demo]'
+	@$(BIN)/python -c "from service.scheduler.planner import compile_kernels; compile_kernels()" & \
+	$(BIN)/python -c "import ray, service.control_plane, worker.tasks.verify" && wait $$!
 	@touch $@
 
-demo: setup
+$(READY): $(DEMO_READY)
+	@echo "installing the tools of developers into $(VENV)"
+	@$(PIP_INSTALL) --editable '.[dev]'
+	@touch $@
+
+demo: $(DEMO_READY)
 	@$(BIN)/slotline demo
 
 # Debian packages that some tests drive: a browser, a real Prometheus, a real PostgreSQL, network namespaces.
@@ -55,7 +74,10 @@ system-packages:
 	apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null
 
 test: setup system-packages
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) -m "not ($(BY_NIGHT))" $(PYTEST_ARGS)
+
+test-all: test
+	$(PYTEST) -m "$(BY_NIGHT)" $(PYTEST_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -112,6 +134,26 @@ bench-seeing: setup
 image-test: setup
 	@test -n "$(TORCH_INDEX)" || { echo "make: name the index of torch's CPU wheels: make image-test TORCH_INDEX=..."; exit 1; }
 	SLOTLINE_IMAGE_TESTS=1 TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python -m pytest tests/deploy/test_installed.py
+
+# Run by an operator who has docker, kind, kubectl and helm; what it needs is told by the script.
+kind-test: setup
+	PATH="$(CURDIR)/$(BIN):$$PATH" TORCH_INDEX="$(TORCH_INDEX)" KUBERAY_CHART="$(KUBERAY_CHART)" deploy/kind_test.sh
+
+# The Ray before the one of constraints.txt, in an environment of its own.
+$(VENV)/ray-$(OTHER_RAY)/.ready:
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check "ray[default]==$(OTHER_RAY)"
+	@touch $@
+
+ray-test: setup $(VENV)/ray-$(OTHER_RAY)/.ready
+	SLOTLINE_OTHER_RAY=$(VENV)/ray-$(OTHER_RAY) $(BIN)/python -m pytest tests/service/orchestrator/ray/test_ray_versions.py
+
+upgrade-test: setup
+	$(BIN)/python -m tests.benchmarks.upgrade $(FROM)
+
+# On a machine with GPUs, with the extra cuda12 or cuda13 installed. GPU_CHECK_ARGS="--from lanes" goes on behind what was mended.
+gpu-check: setup
+	$(BIN)/python -m tests.gpu_check $(GPU_CHECK_ARGS)
 
 # SLOTLINE_KILL_TEST_SEED=... for another course of events
 kill-test: setup system-packages

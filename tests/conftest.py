@@ -1,9 +1,45 @@
+import gc
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.leaks import leaked, state
+from tests.missing import leave_out_without_libraries
+from tests.progress import pytest_configure, pytest_runtest_logstart  # noqa: F401 (hooks)
 from worker.contract import reasons
+
+# readline, which pytest imports, leaves the size of a terminal to the processes of xdist, which have none
+for _name in ("COLUMNS", "LINES"):
+    os.environ.pop(_name, None)
+
+# Torch and the tests themselves are a million objects: to walk over them now and then is a tenth of all work
+gc.set_threshold(50_000)
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of a file run in one process, those that start a local Ray all in one, which begins with them: they take
+    longest."""
+    numbers: dict[str, int] = {}
+    for item in items:
+        number = numbers.setdefault(item.nodeid.split("::")[0], len(numbers))
+        starts_ray = item.get_closest_marker("ray") is not None
+        group = "ray" if starts_ray else f"file{number}"
+        if item.get_closest_marker("matrix") is not None:  # each takes as long as a file
+            group = f"matrix{len(numbers)}-{item.name}"
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: item.get_closest_marker("ray") is None)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays: no walk over garbage looks at it again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    leave_out_without_libraries(item)
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,18 @@ def in_ci() -> bool:
 def leave_out(message: str) -> NoReturn:
     """Skip the test that runs, or fail it in CI."""
     pytest.fail(f"{message}, and CI needs it") if in_ci() else pytest.skip(message)
+
+
+def needs_libraries(*names: str) -> pytest.MarkDecorator:
+    """A mark for tests that use libraries, none of which is imported while tests are collected."""
+    return pytest.mark.needs_libraries(*names)
+
+
+def leave_out_without_libraries(item: pytest.Item) -> None:
+    """Leave out a test that is marked by `needs_libraries` where one of its libraries is not installed."""
+    names = [name for mark in item.iter_markers("needs_libraries") for name in mark.args]
+    if missing := [name for name in names if importlib.util.find_spec(name) is None]:
+        leave_out(f"not installed: {', '.join(missing)}")
 
 
 def needs(path: Path, what: str) -> Callable[[Any], Any]:

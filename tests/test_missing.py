@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from tests.missing import leave_out, needs
+from tests.conftest import pytest_runtest_setup
+from tests.missing import leave_out, needs, needs_libraries
 
 
 @pytest.fixture(params=["true", "1", "yes"])
@@ -47,3 +50,20 @@ def test_at_home_a_test_without_its_file_is_skipped(home: None, tmp_path):
 
 def test_a_test_with_its_file_is_left_as_it_is(ci: None, tmp_path):
     assert needs(tmp_path, "a folder")(reads_a_file) is reads_a_file
+
+
+def marked(*names: str) -> SimpleNamespace:
+    """A collected test with the mark of these libraries."""
+    mark = needs_libraries(*names).mark
+    return SimpleNamespace(iter_markers=lambda name: [mark] if name == mark.name else [])
+
+
+def test_in_ci_a_test_without_its_libraries_fails_before_it_runs(ci: None):
+    with pytest.raises(pytest.fail.Exception, match="not installed: no_such_library, and CI needs it"):
+        pytest_runtest_setup(marked("pytest", "no_such_library"))
+    pytest_runtest_setup(marked("pytest"))
+
+
+def test_at_home_a_test_without_its_libraries_is_skipped(home: None):
+    with pytest.raises(pytest.skip.Exception, match="not installed: no_such_library"):
+        pytest_runtest_setup(marked("no_such_library"))

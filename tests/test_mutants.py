@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 import tomllib
 from pathlib import Path
 
-from tests.mutants.groups import GROUPS
+from tests.mutants.__main__ import drawn_rooms
+from tests.mutants.groups import GROUPS, rooms
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,3 +24,26 @@ def test_every_change_that_is_none_is_of_a_line_that_is_there():
     files = {one["file"] for one in known} - {"*"}
     sources = {file: (ROOT / file).read_text() for file in files}
     assert [one for one in known if one["file"] in files and one["old"] not in sources[one["file"]]] == []
+
+
+def test_every_module_is_in_a_room_whose_tests_mirror_it():
+    found = {file.as_posix(): room for room in rooms(ROOT) for file in room.files(ROOT)}
+    every = {
+        path.relative_to(ROOT).as_posix()
+        for root in ("service", "worker")
+        for path in ROOT.glob(f"{root}/**/*.py")
+        if path.name != "__init__.py" and not {"migrations", "templates"} & {*path.parts}
+    }
+    assert every - {*found} == set()
+    assert "tests/service/store/test_leases.py" in shlex.split(found["service/store/leases.py"].tests)
+    assert "not (slow or" in found["worker/engine/engine.py"].tests
+    tests = [word for room in found.values() for word in shlex.split(room.tests) if word.startswith("tests/")]
+    assert all((ROOT / test).exists() for test in {*tests})
+
+
+def test_changes_are_drawn_evenly_over_rooms_and_the_same_again():
+    every = rooms(ROOT)
+    few, of_each = drawn_rooms(every, 5, seed=3)
+    assert len({room.name for room in few}) == 5 and of_each == 1
+    assert drawn_rooms(every, 5, seed=3) == (few, 1) != drawn_rooms(every, 5, seed=4)
+    assert drawn_rooms(every[:2], 5, seed=3)[1] == 3

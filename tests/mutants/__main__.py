@@ -3,7 +3,9 @@
 cosmic-ray makes the changes of code, queries.py those of the dashboards' queries, in a copy of the checkout. Which
 ones are tried is drawn anew each time, evenly over the groups of groups.py and their files, for SLOTLINE_MUTANTS_S
 seconds (600 by default); SLOTLINE_MUTANTS_SEED draws the same again, SLOTLINE_MUTANTS_MOST bounds them in each
-group, and `python -m tests.mutants decide checkpoint` draws of groups with these names. With a file named by
+group, and `python -m tests.mutants decide checkpoint` draws of groups with these names. `--all-rooms 60 --seed 7` draws 60
+changes instead, evenly over all packages of service and worker, for as long as they take; the tests by day of the folder
+that mirrors a package watch it, and names are packages then (service/store). With a file named by
 SLOTLINE_MUTANTS_RECORD a run of the same seed can be gone on with: what it says was noticed counts, and is not tried
 again, as tests have only been added since.
 
@@ -14,7 +16,9 @@ the reason. results.md keeps the last full one.
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 import os
 import random
 import shutil
@@ -28,7 +32,7 @@ from pathlib import Path
 
 from tests.mutants.changes import Change, drawn
 from tests.mutants.forked import Ended, Run, import_libraries, run_tests
-from tests.mutants.groups import GROUPS, Group
+from tests.mutants.groups import GROUPS, Group, rooms
 
 ROOT = Path(__file__).parents[2]
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
@@ -40,13 +44,26 @@ _WALL_FACTOR, _WALL_LEAST_S = 10, 60
 def main() -> int:
     limit_s = float(os.environ.get("SLOTLINE_MUTANTS_S", "600"))
     most = int(os.environ.get("SLOTLINE_MUTANTS_MOST", "1000000"))
-    seed = int(os.environ.get("SLOTLINE_MUTANTS_SEED") or random.SystemRandom().randrange(10_000))
-    unknown = set(sys.argv[1:]) - {group.name for group in GROUPS}
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants")
+    parser.add_argument("names", nargs="*", help="draw of these groups, or packages, alone")
+    parser.add_argument(
+        "--all-rooms", type=int, metavar="N", help="N changes over all packages, evenly rounded up"
+    )
+    parser.add_argument("--seed", type=int, help="draw the same again; SLOTLINE_MUTANTS_SEED")
+    given = parser.parse_args()
+    seed = given.seed or int(
+        os.environ.get("SLOTLINE_MUTANTS_SEED") or random.SystemRandom().randrange(10_000)
+    )
+    all_groups = rooms(ROOT) if given.all_rooms else GROUPS
+    unknown = set(given.names) - {group.name for group in all_groups}
     if unknown:
         raise SystemExit(
-            f"no group is called {unknown}; there are {', '.join(group.name for group in GROUPS)}"
+            f"no group is called {unknown}; there are {', '.join(group.name for group in all_groups)}"
         )
-    groups = [group for group in GROUPS if not sys.argv[1:] or group.name in sys.argv[1:]]
+    groups = [group for group in all_groups if not given.names or group.name in given.names]
+    if given.all_rooms:
+        limit_s = math.inf
+        groups, most = drawn_rooms(groups, given.all_rooms, seed)
     record = os.environ.get("SLOTLINE_MUTANTS_RECORD")
     results = Results(Path(record).absolute() if record else None)
     print(f"mutants for {limit_s:g} s, SLOTLINE_MUTANTS_SEED={seed}", flush=True)
@@ -60,6 +77,14 @@ def main() -> int:
             print("interrupted")
     results.show(groups)
     return 1 if results.left_out else 0
+
+
+def drawn_rooms(groups: list[Group], changes: int, seed: int) -> tuple[list[Group], int]:
+    """The packages of which `changes` are drawn, in random order, and how many of each."""
+    if changes < 1:
+        raise SystemExit(f"--all-rooms is {changes}: draw 1 change or more")
+    chosen = random.Random(seed).sample(groups, min(changes, len(groups)))
+    return chosen, math.ceil(changes / len(chosen))
 
 
 class Results:
@@ -98,6 +123,8 @@ class Results:
         for group in groups:
             files = {file: ends for (name, file), ends in sorted(self.ends.items()) if name == group.name}
             total = sum(files.values(), Counter())
+            if not total:
+                continue
             for name, ends in [(f"**{group.name}**", total), *files.items()]:
                 tried, noticed = ends.total(), ends[Ended.FAILED]
                 share = f" ({noticed / tried:.0%})" if tried else ""
@@ -141,7 +168,9 @@ def _run(copy: Path, groups: list[Group], seed: int, most: int, deadline: float,
 def _copied(folder: Path) -> Path:
     """The checkout in `folder`, so that no change is ever made in the place where somebody works."""
     copy = folder / "checkout"
-    left = shutil.ignore_patterns(".venv", ".git", ".pytest_cache", ".ruff_cache", ".hypothesis", ".slotline")
+    left = shutil.ignore_patterns(
+        ".venv*", ".git", ".pytest_cache", ".ruff_cache", ".hypothesis", ".slotline"
+    )
     shutil.copytree(ROOT, copy, ignore=left, symlinks=True)
     if (ROOT.parent / "shared").exists():
         (folder / "shared").symlink_to(ROOT.parent / "shared")
@@ -149,9 +178,11 @@ def _copied(folder: Path) -> Path:
 
 
 def _drawn(group: Group, copy: Path, seed: int, known: set[tuple[str, str, str]]) -> Iterator[Change]:
-    """Changes in random order, one of every file in turn; a file's are the same for the same seed."""
+    """Changes in random order, one of every file in turn, of files in random order; the same for the same seed."""
     os.chdir(copy)
-    left = [drawn(file, random.Random(f"{seed} {file}")) for file in group.files(copy)]
+    files = group.files(copy)
+    random.Random(f"{seed} {group.name}").shuffle(files)
+    left = [drawn(file, random.Random(f"{seed} {file}")) for file in files]
     while left:
         for changes in list(left):
             change = next((one for one in changes if not {one.key, ("*", one.old, one.new)} & known), None)

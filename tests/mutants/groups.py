@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +39,8 @@ GROUPS = [
     Group(
         "outcome",
         "service/orchestrator/attempts/outcome.py",
-        "tests/service/orchestrator/attempts/test_outcome.py tests/service/orchestrator/attempts/test_next_attempts.py",
+        "tests/service/orchestrator/attempts/test_outcome.py tests/service/orchestrator/attempts/test_next_attempts.py "
+        f"{_API}/routers/test_nodes.py",
     ),
     Group(
         "states",
@@ -48,7 +50,8 @@ GROUPS = [
     Group(
         "auth",
         "service/api/auth.py",
-        f"{_API}/routers/test_jobs.py {_API}/test_auth.py -k 'not postgresql and (token or open)'",
+        f"{_API}/routers/test_jobs.py {_API}/test_auth.py {_API}/test_oidc.py "
+        "-k 'not postgresql and (token or open or oidc or role)'",
     ),
     Group(
         "paging",
@@ -60,13 +63,14 @@ GROUPS = [
     Group(
         "engine",
         "worker/engine/actions.py worker/engine/optim/reduce_and_step.py worker/model/rng.py",
-        f"{_ENGINE}/test_tied.py {_ENGINE}/optim/test_reduce_and_step.py {_ENGINE}/test_buffers.py",
+        f"{_ENGINE}/test_tied.py {_ENGINE}/optim/test_reduce_and_step.py {_ENGINE}/test_buffers.py "
+        f"{_ENGINE}/test_heterogeneous_engines.py tests/worker/model/test_rng.py",
     ),
     Group(
         "gradients",
         "worker/contract/buckets.py worker/engine/forward.py worker/engine/optim/state_dict.py worker/engine/lowering.py",
         f"{_ENGINE}/optim/test_state_dict.py {_ENGINE}/test_lowering.py {_ENGINE}/test_reduction.py "
-        f"{_ENGINE}/test_recompute.py -k 'not traced_models'",
+        f"{_ENGINE}/test_recompute.py {_ENGINE}/test_swapping.py -k 'not traced_models'",
     ),
     Group(
         "batches",
@@ -89,3 +93,30 @@ GROUPS = [
     ),
     Group("rules", "dashboards/rules.yml", "tests/dashboards/test_rules.py"),
 ]
+
+_BY_DAY = "not (slow or matrix or postgres or ray or gpu)"
+_LEFT_OUT = ("migrations", "templates", "static")
+
+
+def rooms(checkout: Path) -> list[Group]:
+    """A group for each package of service and worker: its modules, and the tests by day of the folder of tests/ that
+    mirrors it, or the nearest one above that has tests."""
+    found = []
+    for root in ("service", "worker"):
+        for folder in sorted(
+            {path.parent.relative_to(checkout) for path in checkout.glob(f"{root}/**/*.py")}
+        ):
+            group = Group(folder.as_posix(), f"{folder.as_posix()}/*.py", _mirror(checkout, folder))
+            if group.tests and group.files(checkout) and not {*folder.parts} & {*_LEFT_OUT}:
+                found.append(group)
+    return found
+
+
+def _mirror(checkout: Path, folder: Path) -> str:
+    """Arguments of pytest; empty where there are no tests."""
+    for above in (folder, *folder.parents):
+        files = sorted((checkout / "tests" / above).glob("test_*.py"))
+        if files:
+            names = [file.relative_to(checkout).as_posix() for file in files]
+            return f"{shlex.join(names)} -m {shlex.quote(_BY_DAY)}"
+    return ""
