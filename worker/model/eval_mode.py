@@ -27,12 +27,22 @@ def trace_in_eval_mode(
     autocast: torch.dtype | None,
     device: str = "cpu",
     transfers: str,
+    opaque: Mapping[str, str] | None = None,
+    whole: bool = False,
 ) -> TracedModel:
     """`trace` of the model in eval mode; each of its modules is afterwards in the mode in which it was."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        return trace(model, example_inputs, autocast=autocast, device=device, transfers=transfers)
+        return trace(
+            model,
+            example_inputs,
+            autocast=autocast,
+            device=device,
+            transfers=transfers,
+            opaque=opaque,
+            whole=whole,
+        )
     except TraceError as error:
         raise TraceError(f"in eval mode, which `evaluation` needs: {error}") from error
     finally:
@@ -54,7 +64,7 @@ class EvaluationEdge:
     shapes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def bytes_of(self, workers: int) -> int:
-        """What each of so many workers that share a microbatch has of it; `bytes` where that is not told."""
+        """Bytes of the tensor on each of `workers` data-parallel ranks; `bytes` where no shape is known for this number."""
         if workers not in self.shapes:
             return self.bytes
         return math.prod(self.shapes[workers]) * self.element_bytes
@@ -170,7 +180,8 @@ def _start_indices(traced: TracedModel, stage_starts: Sequence[str]) -> set[int]
 
 
 def _trained_tensors(stages: Iterable[StageModule]) -> dict[str, Tensor]:
-    """What training changes or a checkpoint holds, by original name: constants of two graphs may share a name."""
+    """The tensors that training changes or a checkpoint holds, by original name: constants of two graphs may share
+    a name."""
     held = {}
     for stage in stages:
         kept = {*stage.original_names, *stage.updated_buffers}

@@ -17,7 +17,8 @@ import torch
 from torch import fx
 
 from worker.contract.profile import TraceError
-from worker.model.layers import inner_graph, is_random
+from worker.model.layers import inner_graph, is_random, user_line
+from worker.model.opaque.call import opaque_call
 
 # operations that update running statistics although their schema does not say so: the arguments
 # that hold them, and the flag that switches the update on
@@ -70,12 +71,19 @@ class _MutationIsolator:
     def __init__(self, graph, calls, values, buffers, parameters):
         self.graph, self.calls, self.values = graph, calls, dict(values)
         self.buffers, self.parameters = buffers, parameters
-        self.storage = {node: _storage_key(values.get(node)) for node in graph.nodes}
+        # of a module that runs as it is the results are tensors, its node is none of them
+        self.storage = {
+            node: None if opaque_call(node) is not None else _storage_key(values.get(node))
+            for node in graph.nodes
+        }
         self.fresh = itertools.count(1)
         self.root: dict[Any, fx.Node] = {}
         for node in graph.nodes:
             if self.storage[node] is not None:
                 self.root.setdefault(self.storage[node], node)
+        self.sharing: dict[Any, list[fx.Node]] = {}  # by storage, in the order of the graph
+        for node in graph.nodes:
+            self.sharing.setdefault(self.storage[node], []).append(node)
         self.constant = _constant_nodes(graph, {*buffers})
 
     def run(self) -> dict[fx.Node, frozenset[fx.Node]]:
@@ -86,10 +94,7 @@ class _MutationIsolator:
                 if root in self.buffers:
                     updated.add(root)
                 elif root in self.parameters:
-                    raise TraceError(
-                        f"the model changes parameter {self.parameters[root]!r} in its forward ({node.target}): "
-                        "keep such state in a buffer"
-                    )
+                    raise _changed_parameter_error(self.parameters[root], node, argument)
                 elif not self._stays(node, root):
                     self._rewrite(node, argument, root)
         self._remove_unused(updated)
@@ -135,15 +140,8 @@ class _MutationIsolator:
                 f"the model changes {argument.name!r} in place ({node.target}) where it cannot be cut: "
                 "use an operation that returns a new tensor"
             )
-        place = {other: index for index, other in enumerate(self.graph.nodes)}
-        shared = self.storage[root]
-        alive = [
-            other
-            for other in self.graph.nodes
-            if place[other] < place[node]
-            and self.storage.get(other) == shared
-            and any(place[user] > place[node] for user in other.users)
-        ]
+        shared = self.sharing[self.storage[root]]
+        alive = [other for other in shared if other < node and any(user > node for user in other.users)]
         with self.graph.inserting_before(node):
             functional = _functional_variant(node.target)
             same_type = all(
@@ -171,11 +169,11 @@ class _MutationIsolator:
             for other in [*alive, argument]:
                 self._recreate(other, root, replacement)
         for other, substitute in replacement.items():
-            other.replace_all_uses_with(substitute, lambda user: place.get(user, -1) > place[node])
-            self.storage[substitute] = new
-        for other in self.graph.nodes:
-            if place.get(other, -1) > place[node] and self.storage.get(other) == shared:
-                self.storage[other] = new
+            other.replace_all_uses_with(substitute, lambda user: user > node)
+        later = [other for other in shared if other > node]
+        self.sharing[self.storage[root]] = [other for other in shared if other < node]
+        self.sharing[new] = [*dict.fromkeys(replacement.values()), *later]
+        self.storage |= dict.fromkeys(self.sharing[new], new)
         self.root[new] = copy
         node.replace_all_uses_with(replacement[argument])
         self.graph.erase_node(node)
@@ -215,15 +213,35 @@ class _MutationIsolator:
         return copy
 
 
+def _changed_parameter_error(name: str, node: fx.Node, argument: fx.Node) -> TraceError:
+    """The refusal of a forward in which `node` changes `argument`, an alias of the parameter `name`, in place."""
+    change = next((part for operand, part in _inner_mutations(node) if operand is argument), node)
+    operation = getattr(change.target, "__name__", str(change.target)).partition(".")[0]
+    place = user_line(change) or user_line(node)
+    return TraceError(
+        f"the model changes parameter {name!r} in its forward ({operation}{f', at {place}' if place else ''}), and only the "
+        "optimizer may change parameters: weights that forward itself moves (a target network, a mean teacher) must be "
+        "buffers: for each of them `del module._parameters[name]`, then `module.register_buffer(name, tensor)`; forward "
+        "may then write them in place (copy_, mul_, lerp_), under no_grad as well"
+    )
+
+
 def _before_mutation(node: fx.Node) -> fx.Node:
     """The value itself, where `node` is what a change of it in place returned."""
-    while node.args and isinstance(node.args[0], fx.Node) and node.args[0] in mutated_arguments(node):
+    while (
+        node.op == "call_function"
+        and node.args
+        and isinstance(node.args[0], fx.Node)
+        and node.args[0] in mutated_arguments(node)
+    ):
         node = node.args[0]
     return node
 
 
 def mutated_arguments(node: fx.Node) -> list[fx.Node]:
     """The arguments that a node changes in place."""
+    if (call := opaque_call(node)) is not None:
+        return [node.args[place] for place in call.changed]
     if node.op != "call_function":
         return []
     if isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -262,14 +280,19 @@ def _view_root(node: fx.Node) -> fx.Node:
 
 def _mutated_operands(node: fx.Node) -> list[fx.Node]:
     """The operands that the graph called by a higher-order operation changes."""
+    return [operand for operand, _ in _inner_mutations(node)]
+
+
+def _inner_mutations(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """(operand, the node that changes it) in the graph called by a higher-order operation; empty for another node."""
     inner = inner_graph(node)
     if inner is None:
         return []
     place = next(i for i, arg in enumerate(node.args) if isinstance(arg, fx.Node) and arg.op == "get_attr")
     names = (part for part in inner.graph.nodes if part.op == "placeholder")
     operands = dict(zip(names, node.args[place + 1 :], strict=False))
-    changed = [_view_base(arg) for part in inner.graph.nodes for arg in mutated_arguments(part)]
-    return [operands[arg] for arg in changed if isinstance(operands.get(arg), fx.Node)]
+    changed = [(_view_base(arg), part) for part in inner.graph.nodes for arg in mutated_arguments(part)]
+    return [(operands[arg], part) for arg, part in changed if isinstance(operands.get(arg), fx.Node)]
 
 
 def _view_base(node: fx.Node) -> fx.Node:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ WHOLE_OUTPUT = "*"
 
 
 class ModelInterface:
-    """How a model was adapted: the TreeSpec of its last result (None for one tensor), and notes for people."""
+    """The adaptation of a model: the TreeSpec of its last result (None for one tensor), and notes for people."""
 
     tree_spec: TreeSpec | None = None
     notes: Sequence[str] = ()
@@ -46,11 +47,17 @@ def adapt_model(
             config.use_cache = False
     interface, running = ModelInterface(), False
     interface.notes = run_all_experts(model)
-    original = model.forward
+    # bound to the model, not to this one: a copy of the model calls itself
+    own = vars(model).get("forward", type(model).forward)
+    own, bound = (
+        getattr(own, "__func__", own),
+        isinstance(own, types.MethodType) or "forward" not in vars(model),
+    )
 
-    @functools.wraps(original)
-    def forward(*inputs: Any, **named: Any) -> Any:
+    @functools.wraps(model.forward)
+    def forward(model: nn.Module, *inputs: Any, **named: Any) -> Any:
         nonlocal running
+        original = functools.partial(own, model) if bound else own
         if running:  # the model calls itself
             return original(*inputs, **named)
         running = True
@@ -62,10 +69,15 @@ def adapt_model(
         chosen, interface.tree_spec = _select_output(result, type(model).__name__, output, own_loss)
         return chosen
 
-    if keywords:  # what the graph calls its inputs
-        kind = inspect.Parameter.POSITIONAL_ONLY
-        forward.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in keywords])
-    model.forward = forward
+    kind = inspect.Parameter.POSITIONAL_ONLY
+    taken = [inspect.Parameter("model_", kind)]  # what the graph calls its inputs
+    if keywords:
+        taken += [inspect.Parameter(name, kind) for name in keywords]
+    else:
+        taken += inspect.signature(model.forward).parameters.values()
+    forward.__signature__ = inspect.Signature(taken)
+    del forward.__wrapped__  # it would keep the model
+    model.forward = types.MethodType(forward, model)
     return interface
 
 

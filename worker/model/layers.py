@@ -7,14 +7,21 @@ joined. Reads module structure and node metadata; knows nothing of stages or par
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import fx, nn
 
 from worker.contract.profile import TraceError
+from worker.model.opaque.call import opaque_call
 
+LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+QUOTED_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)')
+WHOLE_MODEL = "model"
+"""The only layer of a model that runs as it is."""
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -73,7 +80,7 @@ def layer_calls(graph: fx.Graph, expanded: frozenset[str]) -> dict[fx.Node, str]
         if key not in names:
             repeat = count.get(path, 0)
             count[path] = repeat + 1
-            names[key] = f"{path}@{repeat}" if repeat else path
+            names[key] = f"{path}@{repeat}" if repeat else path or WHOLE_MODEL
         calls[node] = names[key]
     return calls
 
@@ -96,6 +103,14 @@ def inner_graph(node: fx.Node) -> fx.GraphModule | None:
         inner = getattr(node.graph.owning_module, str(arg.target), None) if arg.op == "get_attr" else None
         if isinstance(inner, fx.GraphModule):
             return inner
+    return None
+
+
+def user_line(node: fx.Node) -> str | None:
+    """The innermost line (file:line) that a node was traced from and that is neither torch's nor ours, where known."""
+    for file, line, _ in reversed(QUOTED_FRAME.findall(node.meta.get("stack_trace") or "")):
+        if not file.startswith((*LIBRARY_FOLDERS, "<")):
+            return f"{file}:{line}"
     return None
 
 
@@ -189,7 +204,9 @@ def _replicated_nodes(
 
 
 def is_random(node: fx.Node) -> bool:
-    """True if a node draws random numbers, itself or in a graph that it calls."""
+    """True if a node draws random numbers, itself or in a graph that it calls; a module that runs as it is may always."""
+    if opaque_call(node) is not None:
+        return True
     if node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
         return True
     inner = inner_graph(node)

@@ -6,7 +6,7 @@ sharded stages, the compiled pieces and the pipeline beside its plain model are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +38,15 @@ PIPELINE_FULL_PRECISION = Tolerance(values=1e-5, gradients=1e-4)
 UPDATE_TOLERANCE = 1e-4
 UPDATE_ROUNDINGS = 4
 LEARNING_RATE_TOLERANCE = 1e-9
+# Updates of one optimizer by itself and by another, as a part of what they moved: the same operations on the same
+# numbers leave less to rounding than a step of the pipeline.
+TRIED_UPDATE_TOLERANCE = 1e-5
+# A partition of a parameter that is updated alone, as a part of the largest update.
+PARTITION_UPDATE_TOLERANCE = 1e-4
+# Parameters that are updated without the others: as a part of the largest movement, and as a multiple of what other
+# random numbers, and values that are changed in their last bits, make of the same run.
+SUBSET_UPDATE_TOLERANCE = 1e-5
+SUBSET_TWIN_MARGIN = 10.0
 
 
 def tolerance_for(model: nn.Module, autocast: torch.dtype | None, device: str) -> Tolerance:
@@ -61,6 +70,49 @@ class Distance:
 
     def __str__(self) -> str:
         return f"{self.apart:.3g} of its size (at most {self.allowed:g} is rounding)"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The tensors of one forward (`values`) and of its backward (`gradients`), by names for people; None: none was made."""
+
+    values: Mapping[str, Tensor | None]
+    gradients: Mapping[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A tensor that two outcomes have at a `distance` that is no rounding; None where one of them lacks it."""
+
+    name: str
+    is_gradient: bool
+    expected: Tensor | None
+    found: Tensor | None
+    distance: Distance
+
+
+def first_mismatch(expected: Outcome, found: Outcome, tolerance: Tolerance) -> Mismatch | None:
+    """The first tensor of `expected` that `found` has otherwise, values before gradients; None where all is rounding.
+
+    Gradients are measured by their own size, or by `gradient_floor` of all where that is more. A tensor that only one
+    outcome has is a mismatch; further ones of `found` are not looked at.
+    """
+    floor = gradient_floor(gradient for gradient in expected.gradients.values() if gradient is not None)
+    for is_gradient, wanted, others, allowed, least in (
+        (False, expected.values, found.values, tolerance.values, 0.0),
+        (True, expected.gradients, found.gradients, tolerance.gradients, floor),
+    ):
+        for name, tensor in wanted.items():
+            other = others.get(name)
+            if tensor is None and other is None:
+                continue
+            one_lacks_it = tensor is None or other is None
+            distance = (
+                Distance(float("inf"), allowed) if one_lacks_it else compare(tensor, other, allowed, least)
+            )
+            if not distance.is_rounding:
+                return Mismatch(name, is_gradient, tensor, other, distance)
+    return None
 
 
 def compare(expected: Tensor, found: Tensor | None, allowed: float, floor: float = 0.0) -> Distance:

@@ -112,14 +112,17 @@ def zero_loss(output: Tensor | tuple[Tensor, ...]) -> Tensor:
     )
 
 
-def flatten_tree(value: Any) -> tuple[tuple[Tensor, ...], TreeSpec]:
-    """The tensors of a nest, and what puts them together again."""
+def flatten_tree(value: Any, keep: Callable[[Any], Any] | None = None) -> tuple[tuple[Tensor, ...], TreeSpec]:
+    """The tensors of a nest, and what puts them together again. `keep` says what stays of a leaf that is no tensor; without
+    it numbers, texts and None."""
     tensors: list[Tensor] = []
 
     def leaf(found: Any) -> Any:
         if isinstance(found, Tensor):
             tensors.append(found)
             return LeafSpec(len(tensors) - 1)
+        if keep is not None:
+            return keep(found)
         return found if found is None or isinstance(found, bool | int | float | str) else None
 
     tree_spec = TreeSpec(_map_tree(value, leaf), tuple(name for name, _ in named_leaves(value)))

@@ -4,7 +4,8 @@ Every random operation of a traced stage starts from a seed derived from (seed, 
 the operation in the traced model), so that dropout is the same under every schedule, placement and cut; a module
 without a graph is seeded once a forward by stage. The RNGs belong to the process and two threads draw from them:
 compute (dropout, loss, optimizer) and prefetch (augmenting data sets). Each holds RNG_LOCK while user code of its
-own may seed and draw; python's own lock may starve a thread that waits for a loop, the FairLock does not.
+own may seed and draw, as does every `seeded` body; python's own lock may starve a thread that waits for a loop, the
+FairLock does not.
 """
 
 from __future__ import annotations
@@ -19,23 +20,31 @@ import numpy as np
 import torch
 from torch import fx, nn
 
+from worker.model.opaque.call import opaque_call
+
 
 class FairLock:
-    """A lock that nobody gets twice while another waits: python's own may starve who waits for a loop."""
+    """A lock that nobody gets twice while another waits: python's own may starve who waits for a loop. Its holder may
+    enter it again."""
 
     def __init__(self) -> None:
         self._next = threading.Lock()
         self._lock = threading.Lock()
         self._holder: int | None = None
+        self._depth = 0
 
     def __enter__(self) -> None:
-        with self._next:  # who waits here is the next, whatever the holder does after its turn
-            self._lock.acquire()
-        self._holder = threading.get_ident()
+        if not self.held_by_this_thread:
+            with self._next:  # who waits here is the next, whatever the holder does after its turn
+                self._lock.acquire()
+            self._holder = threading.get_ident()
+        self._depth += 1
 
     def __exit__(self, *_: object) -> None:
-        self._holder = None
-        self._lock.release()
+        self._depth -= 1
+        if self._depth == 0:
+            self._holder = None
+            self._lock.release()
 
     @property
     def held_by_this_thread(self) -> bool:
@@ -48,11 +57,13 @@ class FairLock:
         if not self.held_by_this_thread:
             yield
             return
+        depth, self._depth = self._depth, 1
         self.__exit__()
         try:
             yield
         finally:
             self.__enter__()
+            self._depth = depth
 
 
 RNG_LOCK = FairLock()
@@ -60,9 +71,9 @@ RNG_LOCK = FairLock()
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """What the body draws from random, numpy.random and torch (on CUDA too, once it is in use) follows from
-    `seed` alone; afterwards these generators stand where they stood."""
-    with _rng_state_preserved():
+    """Have the body draw from random, numpy.random and torch (on CUDA too, once it is in use) by `seed` alone, whatever
+    other threads draw; afterwards these generators stand where they stood."""
+    with RNG_LOCK, _rng_state_preserved():
         random.seed(seed)
         np.random.seed(seed % 2**32)
         # not torch.manual_seed: before CUDA is in use that keeps every seed, with a stack trace, for later
@@ -119,8 +130,8 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 class RandomState:
-    """The random state of one stage: told before each forward what is computed. With `keeps` the process's generators
-    stand after each forward where they stood."""
+    """The random state of one stage: seeded before each forward by step and microbatch. With `keeps` the process's
+    generators are restored after each forward."""
 
     def __init__(self, seed: int, worker: int, device: torch.device, *, keeps: bool = False):
         self._keeps = keeps
@@ -185,6 +196,8 @@ def reseed_at_random_ops(stage: nn.Module, state: RandomState) -> int | None:
 
 
 def is_random_op(node: fx.Node) -> bool:
-    """True if an operation of a graph may draw."""
+    """True if an operation of a graph may draw, as a module that runs as it is may."""
+    if opaque_call(node) is not None:
+        return True
     tags = getattr(node.target, "tags", ()) if node.op == "call_function" else ()
     return torch.Tag.nondeterministic_seeded in tags

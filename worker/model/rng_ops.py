@@ -19,7 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from worker.model.export import TracedModel
 from worker.model.layers import is_random
-from worker.model.rng import RandomState, default_generator, reseed_at_random_ops, seeded
+from worker.model.opaque.call import CallRecord, opaque_call
+from worker.model.rng import (
+    RNG_LOCK,
+    RandomState,
+    default_generator,
+    is_random_op,
+    reseed_at_random_ops,
+    seeded,
+)
 
 
 class RngOpMismatchError(RuntimeError):
@@ -29,12 +37,13 @@ class RngOpMismatchError(RuntimeError):
 @dataclass(frozen=True)
 class RngOp:
     """One kernel that draws, for numbers of a `shape`, in the call of `module` (its name in the model); `first` of those
-    that one operation of the graph makes."""
+    that one operation of the graph makes. `whole`: the call itself, as of a module that runs as it is."""
 
     operation: str
     first: bool
     shape: tuple[int, ...] = ()
     module: str = ""
+    whole: bool = False
 
 
 def traced_rng_ops(traced: TracedModel, device: str = "cpu") -> list[RngOp]:
@@ -43,7 +52,9 @@ def traced_rng_ops(traced: TracedModel, device: str = "cpu") -> list[RngOp]:
     if not any(is_random(node) for node in placed.module.graph.nodes):
         return []
     stage = traced.builder([0]).stage(0).to(device)
-    marks = _RngOpRecorder({node.name: _module_of(node) for node in _all_nodes(placed.module)})
+    nodes = [node for node in _all_nodes(placed.module) if is_random_op(node)]
+    opaque = {node.name: call.record for node in nodes if (call := opaque_call(node)) is not None}
+    marks = _RngOpRecorder({node.name: _module_of(node) for node in nodes}, opaque)
     reseed_at_random_ops(stage, marks)
     inputs = [traced.example_inputs[int(name.removeprefix("input:"))].to(device) for name in stage.inputs]
     autocast = contextlib.nullcontext()
@@ -64,21 +75,34 @@ class MeshDraws(Protocol):
         """This rank's part of what the ranks of that mesh draw."""
 
 
+@dataclass(frozen=True)
+class RngKey:
+    """The job's seed and the forward that draws: worker, step and microbatch. Equal keys draw equal numbers."""
+
+    seed: int
+    worker: int
+    step: int
+    microbatch: int
+
+    def state(self, device: torch.device) -> RandomState:
+        """The random state of this forward."""
+        state = RandomState(self.seed, self.worker, device)
+        state.begin(self.step, self.microbatch)
+        return state
+
+
 @contextlib.contextmanager
 def replay_rng(
     model: nn.Module,
     calls: Sequence[RngOp],
+    key: RngKey,
     *,
-    seed: int,
-    worker: int,
-    step: int,
-    microbatch: int,
     device: str = "cpu",
     all_of_them: bool = True,
     shared: MeshDraws | None = None,
 ) -> Iterator[None]:
-    """The random calls of the body, one forward of `model`, draw what the pipeline draws in theirs; `shared` those that
-    it takes.
+    """The random calls of the body, one forward of `model`, draw the numbers of the pipeline's forward `key`; `shared`
+    draws those that it takes.
 
     What the model draws and does not use is in no graph: such calls draw what they like. Raises
     OtherRandomCallsError where a call of the graph is not met and `all_of_them` are wanted.
@@ -86,9 +110,9 @@ def replay_rng(
     if not calls:
         yield
         return
-    state = RandomState(seed, worker, torch.device(device))
-    state.begin(step, microbatch)
+    state = key.state(torch.device(device))
     with (
+        RNG_LOCK,  # a prefetch thread of the same process seeds and draws too
         _ModuleStack(model) as inside,
         _ReplayMode(calls, state, default_generator(torch.device(device)), inside, shared) as mode,
     ):
@@ -122,12 +146,21 @@ class _ModuleStack:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._names: dict[nn.Module, set[str]] = {}
+        self.on_begin: Callable[[set[str]], bool] = lambda names: False
+        """Called with the names of a module that begins; True: its draws are its own affair until it ends."""
+        self._alone: nn.Module | None = None
+        self._depth = 0
         self._read()
         self._stack: list[nn.Module] = []
 
     @property
     def names(self) -> set[str]:
         return self._names[self._stack[-1]] if self._stack else {""}
+
+    @property
+    def alone(self) -> bool:
+        """True in a module whose draws are its own affair."""
+        return self._alone is not None
 
     def _read(self) -> None:
         for name, module in self._model.named_modules(remove_duplicate=False):
@@ -149,9 +182,13 @@ class _ModuleStack:
             self._read()
         if module in self._names:
             self._stack.append(module)
+            if self._alone is None and self.on_begin(self._names[module]):
+                self._alone, self._depth = module, len(self._stack)
 
     def _end(self, module: nn.Module) -> None:
         if self._stack and self._stack[-1] is module:
+            if self._alone is module and len(self._stack) == self._depth:
+                self._alone = None
             self._stack.pop()
 
 
@@ -182,17 +219,21 @@ def _drawn_shape(args: Sequence[object]) -> tuple[int, ...]:
 
 class _RngOpRecorder:
     """Takes the place of an engine's random state: told before each random operation of the graph. `modules` are those
-    in which operations were traced, by name."""
+    in which operations were traced, by name; `opaque` the calls of modules as they are, whose kernels are not told apart."""
 
-    def __init__(self, modules: Mapping[str, str]) -> None:
+    def __init__(self, modules: Mapping[str, str], opaque: Mapping[str, CallRecord]) -> None:
         self.found: list[RngOp] = []
-        self._modules = modules
+        self._modules, self._opaque = modules, opaque
         self._now, self._begun = "", False
 
     def restart(self, operation: str) -> None:
         self._now, self._begun = operation, True
+        if operation in self._opaque and self._opaque[operation].draws:
+            self.found.append(RngOp(operation, True, module=self._opaque[operation].path, whole=True))
 
     def record_draw(self, shape: tuple[int, ...]) -> None:
+        if self._now in self._opaque:
+            return
         self.found.append(RngOp(self._now, self._begun, shape, self._modules.get(self._now, "")))
         self._begun = False
 
@@ -222,9 +263,26 @@ class _ReplayMode(TorchDispatchMode):
         self._calls, self._state, self._generator, self._inside = calls, state, generator, inside
         self._shared = shared
         self.count = 0
+        inside.on_begin = self._begin_module
+
+    def _begin_module(self, names: set[str]) -> bool:
+        """Start the generator anew for a module that runs as it is, where its call is the next."""
+        if self.count == len(self._calls):
+            return False
+        call = self._calls[self.count]
+        if not call.whole or call.module not in names:
+            return False
+        if self._shared is not None and self._shared.takes(self.count):
+            raise RngOpMismatchError(
+                f"module {call.module!r} runs as it is and draws random numbers, which on heterogeneous meshes cannot be "
+                "replayed in the plain model"
+            )
+        self._state.restart(call.operation)
+        self.count += 1
+        return True
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        known = _may_draw(function) and self._is_next(args)
+        known = _may_draw(function) and not self._inside.alone and self._is_next(args)
         if known and self._shared is not None and self._shared.takes(self.count):
             self.count += 1
             return self._shared.draw(self.count - 1, function, args, kwargs or {})
@@ -239,4 +297,4 @@ class _ReplayMode(TorchDispatchMode):
         if self.count == len(self._calls):
             return False
         call = self._calls[self.count]
-        return call.shape == _drawn_shape(args) and call.module in self._inside.names
+        return not call.whole and call.shape == _drawn_shape(args) and call.module in self._inside.names

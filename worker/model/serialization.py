@@ -50,6 +50,7 @@ def serialize_model(traced: TracedModel) -> bytes:
         "checkpointed": traced.checkpointed,
         "aliases": dict(traced.aliases),
         "form": traced.tree_spec,
+        "opaque": traced.opaque,
     }
     out = io.BytesIO()
     _GraphPickler(out, protocol=5).dump(content)
@@ -86,6 +87,7 @@ def deserialize_model(data: bytes) -> TracedModel:
         content["checkpointed"],
         content["aliases"],
         tree_spec=content["form"],
+        opaque=content["opaque"],
     )
 
 
@@ -169,7 +171,7 @@ def _describe_graph(module: fx.GraphModule) -> dict[str, Any]:
     nodes = [(n.op, n.name, n.target, n.args, dict(n.kwargs)) for n in module.graph.nodes]
     held = {}
     for node in module.graph.nodes:
-        if node.op == "get_attr":
+        if node.op in ("get_attr", "call_module"):
             value = operator.attrgetter(str(node.target))(module)
             held[str(node.target)] = _describe_graph(value) if isinstance(value, fx.GraphModule) else value
     return {"nodes": nodes, "held": held}

@@ -7,19 +7,21 @@ on the wire by `training.transfers`. Knows nothing of meshes, schedules or trans
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
 from worker.model.inplace import mutated_buffers
+from worker.model.opaque.call import copy_calls
 
 
 def transfer_dtype(dtype: torch.dtype, differentiable: bool, transfers: str) -> torch.dtype:
-    """What a tensor travels as: "auto" is its own type, so that it arrives as it was; with "bf16" float32 that
-    takes a gradient is rounded, as is its gradient. The using stage sees `dtype` again."""
+    """The dtype of a tensor on the wire: with "auto" its own, so that it arrives as it was; with "bf16" float32 that takes
+    a gradient is rounded, as is its gradient. The using stage sees `dtype` again."""
     halved = transfers == "bf16" and differentiable and dtype == torch.float32
     return torch.bfloat16 if halved else dtype
 
@@ -61,6 +63,14 @@ class StageEdge:
         return torch.Size(self.shape).numel() * self.transfer_dtype.itemsize
 
 
+class StageInput(NamedTuple):
+    """A tensor that a stage takes: its name, its shape of one microbatch, and its dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class StageModule(nn.Module):
     """One stage: takes the tensors named by `inputs`, returns a tuple of those named by `outputs`.
 
@@ -68,7 +78,8 @@ class StageModule(nn.Module):
     it has several the next ones `output:<k>`.
     `original_names` leads from the names of parameters and of persistent buffers here to their
     names in the model; a buffer that is not in it is a constant. `updated_buffers` are those that
-    forward changes, by their names here. `tensor_names` has all of them, constants too.
+    forward changes, by their names here. `tensor_names` has all of them, constants too. `autocast` is the type that it is
+    to run under, if any; who calls it sees to that.
     """
 
     def __init__(
@@ -76,20 +87,20 @@ class StageModule(nn.Module):
         body: fx.GraphModule,
         *,
         index: int,
-        inputs: tuple[str, ...],
+        inputs: Sequence[StageInput],
         outputs: tuple[str, ...],
-        input_shapes: tuple[tuple[int, ...], ...],
-        input_dtypes: tuple[torch.dtype, ...],
         original_names: dict[str, str],
         tensor_names: dict[str, str],
+        autocast: torch.dtype | None,
     ) -> None:
         super().__init__()
         self.body = body
         self.index = index
-        self.inputs = inputs
+        self.autocast = autocast
+        self.inputs = tuple(one.name for one in inputs)
+        self.input_shapes = tuple(one.shape for one in inputs)
+        self.input_dtypes = tuple(one.dtype for one in inputs)
         self.outputs = outputs
-        self.input_shapes = input_shapes
-        self.input_dtypes = input_dtypes
         self.original_names = {f"body.{local}": name for local, name in original_names.items()}
         self.tensor_names = {f"body.{local}": name for local, name in tensor_names.items()}
         self.updated_buffers = tuple(f"body.{name}" for name in sorted(mutated_buffers(body.graph)))
@@ -197,7 +208,7 @@ class StageBuilder:
         )
 
     def edges(self) -> tuple[StageEdge, ...]:
-        """By source, target and order of production."""
+        """The edges between stages, by source, target and order of production."""
         return tuple(
             self._edge(source, target, node)
             for (source, target), nodes in sorted(self._crossing.items())
@@ -257,6 +268,7 @@ class StageBuilder:
     def _build(self, stage: int, nodes: Sequence[fx.Node], leaving: Sequence[fx.Node]) -> StageModule:
         placed, graph, copies = self._placed, fx.Graph(), {}
         root: dict[str, Any] = {}
+        memo: dict[int, Any] = {}  # calls of one module that runs as it is have one copy of it
         original_names: dict[str, str] = {}
         local_names: dict[str, str] = {}
         inputs = sorted((n for n in nodes if n in placed.inputs), key=placed.inputs.__getitem__)
@@ -281,7 +293,13 @@ class StageBuilder:
             elif node.op == "get_attr":
                 local = _local_name(f"{node.target}", root)
                 root[local] = copy_module(getattr(placed.module, node.target))
+                copy_calls(root[local], memo)
                 copies[node] = graph.get_attr(local)
+            elif node.op == "call_module":
+                local = _local_name(f"{node.target}", root)
+                root[local] = copy.deepcopy(placed.module.get_submodule(f"{node.target}"), memo)
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+                copies[node].target = local
             else:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         results = []
@@ -303,13 +321,17 @@ class StageBuilder:
         return StageModule(
             body,
             index=stage,
-            inputs=tuple([input_name(placed.inputs[n]) for n in inputs] + [n.name for n in foreign]),
+            inputs=[
+                *(
+                    StageInput(input_name(placed.inputs[n]), placed.values[n].shape, placed.values[n].dtype)
+                    for n in inputs
+                ),
+                *(StageInput(n.name, self._transfer_shape(n), placed.values[n].dtype) for n in foreign),
+            ],
             outputs=tuple(names),
-            input_shapes=tuple(placed.values[n].shape for n in inputs)
-            + tuple(self._transfer_shape(n) for n in foreign),
-            input_dtypes=tuple(placed.values[n].dtype for n in [*inputs, *foreign]),
             original_names=original_names,
             tensor_names={local: name for name, local in local_names.items()},
+            autocast=placed.autocast,
         )
 
     def _transfer_order(self, node: fx.Node) -> tuple[int, ...] | None:

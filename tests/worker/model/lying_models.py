@@ -115,7 +115,7 @@ class CountsInList(_Layers):
 
 
 class CountsElsewhere(_Layers):
-    """Where nobody looks."""
+    """In an iterator."""
 
     def __init__(self):
         super().__init__()

@@ -28,7 +28,8 @@ def in_header(name):
 
 def test_the_lists_are_those_of_torch_and_no_operator_is_missing():
     known = cast_policies()
-    assert known.keys() == registered_operators("AutocastCUDA")
+    # a torch built for CUDA has cuDNN's RNN besides, of which no graph that is traced on CPU knows
+    assert known.keys() == registered_operators("AutocastCUDA") - {"_cudnn_rnn"}
     for policy, name in LISTS.items():
         ours = {op for op, its in known.items() if its == policy and not op.startswith("cudnn_")}
         assert ours == in_header(name), policy
@@ -128,7 +129,7 @@ class Asks(nn.Module):
 
     def forward(self, x):
         normed = self.norm(self.first(x))
-        return self.last(normed) + torch.ones(4).to(normed.dtype)
+        return self.last(normed) + x.to(normed.dtype)
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cpu", HALF), ("cuda", torch.float32)])

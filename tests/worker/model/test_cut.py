@@ -9,10 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from service.scheduler.job.cut import PipelineSetup
+from service.scheduler.job.joint import JointSearchRequest, plan_jointly
+from service.scheduler.job.partition import partition
+from service.scheduler.problem.spec import MeshSpec
 from tests.worker.cuts import cut_evenly
 from tests.worker.model.odd_models import ODD_MODELS, make
 from tests.worker.model.running import buffers, gradients, plain_step, step
-from worker.contract.profile import CutError
+from worker.benchmark.layer_costs import measure_layers
+from worker.contract.profile import CutError, LayerProfile
 from worker.examples import gpt, unet
 from worker.model.export import trace
 
@@ -105,6 +110,7 @@ def drawn_plans(draw):
     return plan
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(plan=drawn_plans(), data=st.data())
 def test_any_drawn_graph_cut_anywhere_gives_the_plain_results(plan, data):
@@ -306,8 +312,39 @@ def test_modules_that_share_running_statistics_stay_in_one_stage():
     model = Shared()
     traced = trace(model, (torch.randn(3, 4),))
     assert traced.layers == ["a", "norm", "c", "d"]
-    with pytest.raises(CutError, match=r"'b' cannot begin a stage: it shares buffer 'norm\.(num|running)"):
+    with pytest.raises(
+        CutError, match=r"'b' cannot begin a stage: .* last use of buffer 'norm\.(num|running)"
+    ):
         traced.cut(["a", "b"])
+
+
+class WrittenLate(torch.nn.Module):
+    """The first layer reads a buffer that is written behind the last."""
+
+    def __init__(self):
+        super().__init__()
+        self.l = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(4))
+        self.register_buffer("memory", torch.zeros(4))
+
+    def forward(self, x):
+        x = x + self.memory
+        for layer in self.l:
+            x = layer(x)
+        self.memory.copy_(x.detach().mean(0))
+        return x
+
+
+def test_a_buffer_that_ties_all_modules_is_named_where_the_stages_are_too_many():
+    inputs = torch.randn(3, 4)
+    traced = trace(WrittenLate(), (inputs,))
+    profile = measure_layers(traced, torch.nn.functional.mse_loss, inputs)
+    assert LayerProfile.from_json(profile.to_json()).joined == dict.fromkeys(["l.1", "l.2", "l.3"], "memory")
+    setup = PipelineSetup(meshes=[MeshSpec(name="m0")])
+    request = JointSearchRequest({1: profile}, setup, stages=[4])
+    with pytest.raises(CutError, match=r"only 1 .*\(l\.0\); l\.1, l\.2, l\.3 cannot, since buffer 'memory'"):
+        plan_jointly(request, budget_s=0.0)
+    with pytest.raises(CutError, match=r"'l\.2' cannot begin a stage: .*buffer 'memory'"):
+        partition(profile, setup, stages=2, microbatches=1, cut=["l.0", "l.2"])
 
 
 def test_every_pair_of_cuts_of_a_model_has_the_same_tensors_by_name():

@@ -7,19 +7,19 @@ import copy
 import pytest
 import torch
 
+from tests.missing import needs_libraries
 from worker.model.hf_patches import run_all_experts
+
+pytestmark = needs_libraries("transformers")
 
 TOKENS, WIDTH, EXPERTS = 12, 8, 4
 
-transformers = pytest.importorskip("transformers")
-
 
 def switch():
+    from transformers import SwitchTransformersConfig
     from transformers.models.switch_transformers import modeling_switch_transformers as modeling
 
-    config = transformers.SwitchTransformersConfig(
-        d_model=WIDTH, d_ff=12, num_experts=EXPERTS, dropout_rate=0.0
-    )
+    config = SwitchTransformersConfig(d_model=WIDTH, d_ff=12, num_experts=EXPERTS, dropout_rate=0.0)
     chosen = torch.nn.functional.one_hot(torch.randint(EXPERTS - 1, (TOKENS,)), EXPERTS)[:, None]
     chosen[3] = 0  # a token over the capacity
     return modeling.SwitchTransformersExperts(config), chosen, torch.rand(TOKENS, 1)
@@ -30,9 +30,10 @@ def top_two():
 
 
 def dbrx():
+    from transformers import DbrxConfig
     from transformers.models.dbrx import modeling_dbrx as modeling
 
-    config = transformers.DbrxConfig(
+    config = DbrxConfig(
         d_model=WIDTH, ffn_config={"ffn_hidden_size": 12, "moe_num_experts": EXPERTS, "hidden_size": WIDTH}
     )
     experts = modeling.DbrxExperts(config.ffn_config)
@@ -42,9 +43,10 @@ def dbrx():
 
 
 def longcat():
+    from transformers import LongcatFlashConfig
     from transformers.models.longcat_flash import modeling_longcat_flash as modeling
 
-    config = transformers.LongcatFlashConfig(
+    config = LongcatFlashConfig(
         hidden_size=WIDTH, expert_ffn_hidden_size=12, n_routed_experts=EXPERTS - 2, zero_expert_num=2
     )
     experts = modeling.LongcatFlashExperts(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -61,9 +62,12 @@ def test_a_guard_against_infinities_is_traced_as_passed_and_told(question):
         lambda x: torch.isfinite(x)[0, 0],
     ],
 )
-def test_another_question_about_values_is_refused(question):
-    with pytest.raises(TraceError, match=r"in module '0' .*test_guards.py:\d+: .*data-dependent"):
-        trace(guarded(question), (torch.randn(2, 4),))
+def test_a_module_that_asks_another_question_about_values_runs_as_it_is_and_is_told(question):
+    model, inputs = guarded(question), (torch.randn(2, 4),)
+    traced = trace(model, inputs)
+    assert list(traced.opaque) == ["0", "1", "2"]
+    *_, note = check_trace(model, traced, lambda: nn.functional.mse_loss, torch.randn(2, 4))
+    assert re.search(r"in module '0' .*test_guards.py:\d+: .*data-dependent", note)
 
 
 def test_a_model_that_was_infinite_on_the_first_microbatch_is_refused():

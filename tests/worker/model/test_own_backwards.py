@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from tests.missing import needs_libraries
 from worker.checks.trace import check_trace
 from worker.contract.profile import TraceError
 from worker.model.export import trace
 from worker.model.hf_patches import patch_autograd_functions
 
-pytest.importorskip("transformers")
+pytestmark = needs_libraries("transformers")
 
 
 def library(name):

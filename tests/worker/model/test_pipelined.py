@@ -13,6 +13,7 @@ from service.scheduler.job.partition import partition
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import MeshSpec, NetworkSpec
 from tests.reference import dataset_batches, train
+from tests.tiers import some_by_day
 from tests.worker.engine.engine_support import make_engine
 from tests.worker.model.odd_models import ODD_MODELS, make
 from worker.benchmark.layer_costs import measure_layers
@@ -123,6 +124,7 @@ def compare(model, batch_of_step, loss, *, steps, rel, **pipeline):
     return state, reference
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b", "auto"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_ten_steps_of_a_gpt_on_real_text_equal_the_plain_loop(schedule, tied):
@@ -142,6 +144,7 @@ def test_ten_steps_of_a_gpt_on_real_text_equal_the_plain_loop(schedule, tied):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b", "auto"])
 def test_ten_steps_of_a_unet_on_real_images_equal_the_plain_loop(schedule):
     model = build_model("worker.examples.unet:build", {"width": 8}, seed=1)
@@ -159,7 +162,7 @@ def test_ten_steps_of_a_unet_on_real_images_equal_the_plain_loop(schedule):
     )
 
 
-@pytest.mark.parametrize(("stages", "meshes", "schedule"), [(3, 3, "zb-h1"), (2, 1, "auto")])
+@some_by_day(("stages", "meshes", "schedule"), [(3, 3, "zb-h1"), (2, 1, "auto")], by_day=1)
 @pytest.mark.parametrize("name", [name for name in ODD_MODELS if "dropout" not in name])
 def test_odd_models_train_as_in_the_plain_loop(name, stages, meshes, schedule):
     model, inputs = make(name)

@@ -1,6 +1,7 @@
 """What is drawn under a seed follows from it alone, and nobody else notices."""
 
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from tests.worker.odd_jobs import Masked, tied_from_python_and_numpy
 from worker.data.sampler import read_sample
 from worker.model import rng
 from worker.model.factory import build_model
-from worker.model.rng import seeded
+from worker.model.rng import FairLock, seeded
 
 
 def draw():
@@ -27,6 +28,27 @@ def test_a_seed_gives_the_same_numbers_wherever_the_generators_stand():
         other = draw()
     assert drawn[0] == drawn[1]
     assert all(a != b for a, b in zip(drawn[0], other, strict=True))
+
+
+def test_a_turn_with_the_generators_may_hold_another_and_ends_with_the_outer_one():
+    lock = FairLock()
+
+    def taken():
+        found = []
+        thread = threading.Thread(target=lambda: found.append(lock._lock.acquire(blocking=False)))
+        thread.start()
+        thread.join(60)
+        if found[0]:
+            lock._lock.release()
+        return not found[0]
+
+    with lock:
+        with lock:
+            with lock.released():
+                assert not taken()
+            assert taken()
+        assert taken()
+    assert not taken()
 
 
 def test_every_bit_of_a_seed_that_numpy_takes_counts():

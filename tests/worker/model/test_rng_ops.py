@@ -4,6 +4,7 @@ than its layers: the check before the first step finds such a model true."""
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -12,10 +13,10 @@ from torch import nn
 from worker.checks.trace import check_trace
 from worker.contract.profile import TraceError
 from worker.model.export import trace
-from worker.model.rng import RandomState, reseed_at_random_ops
-from worker.model.rng_ops import RngOpMismatchError, replay_rng, traced_rng_ops
+from worker.model.rng import RandomState, reseed_at_random_ops, seeded
+from worker.model.rng_ops import RngKey, RngOpMismatchError, replay_rng, traced_rng_ops
 
-HERE = {"seed": 3, "worker": 0, "step": 1, "microbatch": 2}
+HERE = RngKey(seed=3, worker=0, step=1, microbatch=2)
 
 
 class Half(nn.Module):
@@ -90,10 +91,10 @@ def test_a_model_draws_what_its_graph_draws(name):
     reseed_at_random_ops(stage, state)
     with state.forward(1, 2, 0):
         (expected,) = stage(x)
-    with replay_rng(model, traced_rng_ops(traced), **HERE):
+    with replay_rng(model, traced_rng_ops(traced), HERE):
         found = model(x)
     assert torch.equal(found, expected)
-    with replay_rng(anew, traced_rng_ops(traced), **HERE):
+    with replay_rng(anew, traced_rng_ops(traced), HERE):
         assert torch.equal(anew(x), expected)
     assert not torch.equal(model(x), expected)
     assert check_trace(model, traced, nn.MSELoss, torch.zeros_like(found)) == []
@@ -106,8 +107,30 @@ def test_a_model_that_no_longer_draws_what_its_graph_draws_is_told():
     model.traced = True
     with (
         pytest.raises(RngOpMismatchError, match=r"0 of the 2 .* of shape \[3, 6\] in module ''"),
-        replay_rng(model, calls, **HERE),
+        replay_rng(model, calls, HERE),
     ):
         model(x)
     with pytest.raises(TraceError, match="the output differs"):
         check_trace(model, traced, nn.MSELoss, torch.zeros(3, 6))
+
+
+def test_no_other_thread_draws_while_a_model_draws_what_its_graph_draws():
+    """A prefetch thread reads samples of the next step, seeded, in the process of a proof."""
+    model, x = Half(True), torch.randn(3, 6)
+    calls = traced_rng_ops(trace(model, (x,)))
+    began, drew = threading.Event(), threading.Event()
+
+    def read():
+        began.wait(60)
+        with seeded(9):
+            torch.rand(5)
+        drew.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with replay_rng(model, calls, HERE):
+        began.set()
+        drawn_meanwhile = drew.wait(0.2)
+        model(x)
+    reader.join(60)
+    assert (drawn_meanwhile, drew.is_set()) == (False, True)

@@ -59,6 +59,7 @@ def test_parameters_come_as_a_copy_of_the_original_would_be_however_they_lie(wei
         assert torch.equal(one, other) and one.stride() == other.stride()
 
 
+@pytest.mark.slow
 def test_what_is_sent_has_no_parameters_and_a_worker_takes_its_own_only():
     model = gpt.build(layers=6, width=64, heads=2, length=8, tied=True)
     traced = trace(model, (torch.zeros(2, 8, dtype=torch.int64),))

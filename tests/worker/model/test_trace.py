@@ -1,6 +1,8 @@
 """What `trace` refuses, with a reason that a user can act on, and what it finds."""
 
+import copy
 import importlib
+import re
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import nn
 
 from tests.worker.model.odd_models import make
 from worker.benchmark.layer_costs import measure_layers
+from worker.checks.trace import check_trace
 from worker.contract.profile import TraceError
 from worker.model.export import trace
 
@@ -71,7 +74,7 @@ class Encoder(nn.Module):
 )
 def test_what_depends_on_values_is_told_by_module_and_line_in_a_few_words(between):
     with pytest.raises(TraceError) as caught:
-        trace(nn.Sequential(nn.Linear(4, 4), Inner(between)), (torch.randn(3, 4),))
+        trace(Inner(between), (torch.randn(3, 4),))
     message = str(caught.value)
     # of what only the run for shapes comes upon, torch knows the line in forward
     lines = between.__code__.co_firstlineno, Inner.forward.__code__.co_firstlineno + 1
@@ -89,12 +92,21 @@ def test_what_depends_on_values_in_an_installed_library_is_told_with_what_a_user
     monkeypatch.syspath_prepend(str(folder))
     between = importlib.import_module("somebodys").between
     with pytest.raises(TraceError, match=r"somebodys.py:2: .*of somebodys: .*model.factory name a function"):
-        trace(nn.Sequential(nn.Linear(4, 4), Inner(between)), (torch.randn(3, 4),))
+        trace(Inner(between), (torch.randn(3, 4),))
+
+
+def as_it_is(model, *inputs):
+    """The note on the one module of `model` that runs as it is; it equals the model."""
+    traced = trace(model, inputs)
+    target = torch.randn(model(*inputs).shape)
+    (note,) = check_trace(model, traced, lambda: nn.functional.mse_loss, target)
+    assert " runs as it is, eagerly: " in note
+    return note
 
 
 def test_a_module_of_torch_that_looks_at_its_mask_is_told_with_the_argument_that_spares_it():
-    with pytest.raises(TraceError, match=r"in module 'encoder' .*test_trace.py:\d+: .*is_causal"):
-        trace(Encoder(), (torch.randn(2, 3, 4),))
+    note = as_it_is(Encoder(), torch.randn(2, 3, 4))
+    assert re.search(r"in module 'encoder' .*test_trace.py:\d+: .*is_causal", note)
     assert len(trace(Encoder(is_causal=True), (torch.randn(2, 3, 4),)).layers) >= 2
 
 
@@ -129,7 +141,108 @@ def test_a_parameter_changed_in_forward_is_refused_by_name():
             model.scale.mul_(0.9)
         return model.b(model.a(x) * model.scale)
 
-    assert "changes parameter 'scale' in its forward" in refused(forward)
+    line = forward.__code__.co_firstlineno + 2
+    assert f"changes parameter 'scale' in its forward (mul_, at {__file__}:{line})" in refused(forward)
+
+
+class MeanTeacher(nn.Module):
+    """A teacher that forward moves towards the student; as buffers, as the refusal says, or as it was copied."""
+
+    def __init__(self, as_buffers: bool):
+        super().__init__()
+        self.student = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        for module in self.teacher.modules() if as_buffers else ():
+            for name, tensor in list(module._parameters.items()):
+                del module._parameters[name]
+                module.register_buffer(name, tensor.detach().clone())
+
+    def forward(self, x):
+        with torch.no_grad():
+            teacher = [*self.teacher.parameters(), *self.teacher.buffers()]
+            for mean, weight in zip(teacher, self.student.parameters(), strict=True):
+                mean.lerp_(weight, 0.1)
+            target = self.teacher(x)
+        return self.student(x) - target
+
+
+def test_a_teacher_that_forward_moves_is_refused_by_line_and_the_way_out_is_the_model_itself():
+    inputs = torch.randn(3, 4)
+    line = MeanTeacher.forward.__code__.co_firstlineno + 4
+    with pytest.raises(TraceError, match=rf"'teacher.0.weight' .*test_trace.py:{line}\), .*register_buffer"):
+        trace(MeanTeacher(as_buffers=False), (inputs,))
+    model = MeanTeacher(as_buffers=True)
+    with torch.no_grad():
+        model.teacher[0].weight.zero_()
+    check_trace(model, trace(model, (inputs,)), lambda: nn.functional.mse_loss, torch.randn(3, 4))
+
+
+class Transforms(nn.Module):
+    """A module that transforms a function, below a model."""
+
+    def __init__(self, transform):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.transform = transform
+
+    def forward(self, x):
+        return self.transform(self.net, x)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda net, x: torch.vmap(net)(x),
+        lambda net, x: torch.vmap(torch.func.grad(lambda row: net(row).sum()))(x),
+        lambda net, x: torch.func.grad(lambda rows: net(rows).sum())(x),
+        lambda net, x: torch.func.jvp(net, (x,), (torch.ones_like(x),))[1],
+    ],
+    ids=["vmap", "vmap of grad", "grad", "jvp"],
+)
+def test_a_transform_of_a_function_runs_as_it_is_and_is_told_by_module_and_line(transform):
+    model = nn.Sequential(nn.Linear(4, 4), Transforms(transform))
+    message = as_it_is(model, torch.randn(3, 4))
+    # of what is traced in forward, torch knows the line in forward
+    lines = transform.__code__.co_firstlineno, Transforms.forward.__code__.co_firstlineno + 1
+    assert any(f"at {__file__}:{line}: " in message for line in lines) and "module '1'" in message, message
+    assert "torch.einsum" in message and "torch.library.custom_op" in message
+    assert "\n" not in message and len(message) < 1000
+    assert torch.equal(model(torch.zeros(3, 4)), model(torch.zeros(3, 4))), "no transform stays open"
+
+
+def test_a_batch_norm_that_counts_its_batches_runs_as_it_is_and_is_told_with_its_momentum():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 4))
+    note = as_it_is(model, torch.randn(3, 4))
+    assert re.search(r"momentum=None module '1' counts .*: give it a momentum", note)
+    assert "torch.where" not in note
+
+
+class Alignment(nn.Module):
+    """Keeps a sparse buffer beside its layers, as Whisper does for looking at words."""
+
+    def __init__(self, used: bool):
+        super().__init__()
+        self.layers, self.used = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), used
+        self.register_buffer("heads", torch.eye(4).to_sparse(), persistent=False)
+
+    def forward(self, x):
+        x = self.layers(x)
+        return torch.sparse.mm(self.heads, x.T).T if self.used else x
+
+
+def test_a_sparse_buffer_that_forward_leaves_alone_is_no_part_of_a_stage():
+    model, x = Alignment(used=False), torch.randn(3, 4)
+    traced = trace(model, (x,))
+    assert check_trace(model, traced, lambda: nn.functional.mse_loss, torch.randn(3, 4)) == []
+    (stage,) = traced.cut([]).stages
+    assert torch.equal(stage(x)[0], model(x)) and list(stage.buffers()) == []
+
+
+def test_a_sparse_buffer_that_forward_uses_is_refused_by_name():
+    with pytest.raises(
+        TraceError, match=r"forward uses 'heads', a tensor of layout torch.sparse_coo.*to_dense"
+    ):
+        trace(Alignment(used=True), (torch.randn(3, 4),))
 
 
 def test_a_change_in_place_under_no_grad_of_another_modules_result_is_refused_by_name():

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
+from tests.missing import needs_libraries
+from tests.tiers import some_by_day
 from worker.checks.trace import check_trace
 from worker.model.export import trace
 from worker.model.factory import call_factory
 from worker.model.interface import adapt_model
 
-pytest.importorskip("transformers")
+pytestmark = needs_libraries("transformers")
+
 
 CAUSAL, IMAGES = "AutoModelForCausalLM.from_config", "AutoModelForImageClassification.from_config"
 ENCODER = {
@@ -129,7 +131,7 @@ def sample(kind):
     }[kind]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@some_by_day("name", MODELS, by_day=5)
 def test_a_raw_model_is_traced_true_with_dropout_and_its_own_loss(name):
     factory, config, arguments, kind = MODELS[name]
     torch.manual_seed(0)
