@@ -1,8 +1,8 @@
 """Lists the checkpoints and exports of a job in storage, and verifies their manifests, sizes and checksums.
 
 Light: no torch, so that the control plane can look too. Tensors are read and written by worker/checkpoint. A
-step's folder without a manifest is not finished: it is being written, or its writer died. Formats 1 and 2 are
-readable; format 1 had optimizer groups without the names of their parameters.
+step's folder without a manifest is not finished: it is being written, or its writer died. Formats 1 to 3 are
+readable: 1 had optimizer groups without the names of their parameters, 3 has slices of tensors in several shards.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from typing import Any
 import fsspec
 from fsspec import AbstractFileSystem
 
-# 1 had the groups of each mesh's optimizer without the names of their parameters
-CHECKPOINT_FORMAT = 2
-_READABLE_FORMATS = (1, 2)
+# 1 had the groups of each mesh's optimizer without the names of their parameters; 3 is that of checkpoints in which a
+# tensor lies in slices in several shards: the version before reads all others
+CHECKPOINT_FORMAT, SLICED_FORMAT = 2, 3
+_READABLE_FORMATS = (1, 2, 3)
 MANIFEST = "manifest.json"
 _STEP_FOLDER_PREFIX = "step-"
 _READ_BLOCK_BYTES = 1 << 20
@@ -29,6 +30,10 @@ _READ_BLOCK_BYTES = 1 << 20
 
 class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written or read; the message says which file and why."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint whose files are there and are not what was saved, or lack some: reading it again is of no use."""
 
 
 @dataclass(frozen=True)
@@ -156,34 +161,38 @@ def read_manifest(files: AbstractFileSystem, folder: str, uri: str) -> dict[str,
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{uri} is no complete checkpoint: it has no {MANIFEST}") from None
     except ValueError as error:
-        raise CheckpointError(f"{MANIFEST} of {uri} cannot be read: {error}") from error
+        raise DamagedCheckpointError(f"{MANIFEST} of {uri} cannot be read: {error}") from error
     if not isinstance(manifest, dict):
-        raise CheckpointError(f"{MANIFEST} of {uri} is no manifest: it holds a {type(manifest).__name__}")
+        raise DamagedCheckpointError(
+            f"{MANIFEST} of {uri} is no manifest: it holds a {type(manifest).__name__}"
+        )
     if manifest.get("format") not in _READABLE_FORMATS:
-        known = " and ".join(map(str, _READABLE_FORMATS))
+        known = ", ".join(map(str, _READABLE_FORMATS))
         raise CheckpointError(f"{uri} has format {manifest.get('format')}, this version reads {known}")
     shards, step = manifest.get("shards"), manifest.get("step")
     if not isinstance(step, int) or not isinstance(shards, dict) or not shards:
-        raise CheckpointError(f"{MANIFEST} of {uri} says no step or no shards: it is damaged")
+        raise DamagedCheckpointError(f"{MANIFEST} of {uri} says no step or no shards: it is damaged")
     if (said := _parse_step(folder)) not in (None, step):
-        raise CheckpointError(f"{MANIFEST} of {uri} is of step {step}, its folder of step {said}")
+        raise DamagedCheckpointError(f"{MANIFEST} of {uri} is of step {step}, its folder of step {said}")
     return manifest
 
 
 def check_size(files: AbstractFileSystem, path: str, size: int) -> None:
-    """CheckpointError where the shard has not the size that the manifest says, or is not there."""
+    """DamagedCheckpointError where the shard has not the size that the manifest says, or is not there."""
     try:
         found = files.size(path)
     except FileNotFoundError:
-        raise CheckpointError(f"shard {path} is missing") from None
+        raise DamagedCheckpointError(f"shard {path} is missing") from None
     if found != size:
-        raise CheckpointError(f"shard {path} has {found} bytes, the manifest says {size}: it is damaged")
+        raise DamagedCheckpointError(
+            f"shard {path} has {found} bytes, the manifest says {size}: it is damaged"
+        )
 
 
 def check_sha256(path: str, expected: str | None, digest: Callable[[], str]) -> None:
-    """CheckpointError where the digest is not the manifest's; None is what an older version saved."""
+    """DamagedCheckpointError where the digest is not the manifest's; None is what an older version saved."""
     if expected is not None and (found := digest()) != expected:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"shard {path} has the SHA-256 {found[:16]}..., the manifest says {expected[:16]}...: it is damaged"
         )
 

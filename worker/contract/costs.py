@@ -1,7 +1,7 @@
-"""Measured costs of a job: gradient reduction, optimizer step, batch dimension, and the JSON of a plan request.
+"""Measured costs of a job: gradient reduction, optimizer step, batch dimension.
 
-Pure values that travel as JSON, light: no torch. A driver with a whole gang or the profile task with one worker
-measures them (worker/benchmark). `costs_digest` is equal for jobs whose layers, links and memory cost the same.
+Pure values that travel as JSON, light: no torch. They are measured on a whole gang or by one worker
+(worker/benchmark/plan_request.py). `costs_digest` is equal for jobs whose layers, links and memory cost the same.
 Nothing marks a tensor's batch dimension: it is the one that grows with the samples of a rank, seen in the shapes
 that meshes of different dp sizes trace; worker/checks/sharding verifies the values.
 """
@@ -16,61 +16,11 @@ from typing import Any
 
 from worker.contract.buckets import Gradient, group_into_buckets
 from worker.contract.codec import from_json, to_json
-from worker.contract.profile import PROFILE_FORMAT, CutError, LayerProfile, slowest_profile
+from worker.contract.profile import PROFILE_FORMAT, CutError, LayerProfile
 
 # worker/tasks/profile.py reads its request from this variable of the environment, and answers in a line with this mark.
 PROFILE_REQUEST_VARIABLE = "SLOTLINE_PROFILE_JOB"
 PROFILE_RESULT_MARK = "SLOTLINE_COSTS "
-
-
-def layer_outgrows_memory(found: Mapping[int, LayerProfile], count: int, least_bytes: int | None) -> bool:
-    """True if, by the measured profiles, one layer would exceed `least_bytes` with only `count` microbatches."""
-    nearest = min(found)
-    largest = max((layer.activation_bytes for layer in found[nearest].layers), default=0)
-    return least_bytes is not None and largest * nearest / count > least_bytes
-
-
-def min_memory_bytes(memory: Mapping[str, Any]) -> int | None:
-    """The memory limit of the mesh with the least memory, in a request's `memory`; None where it is unknown."""
-    return min((one["memory_bytes"] for one in memory["memory"]), default=None)
-
-
-def profiles_json(profiles: Mapping[int, LayerProfile]) -> dict[str, Any]:
-    """The part of a request with the profiles; a single one stands where control planes have always read it."""
-    if len(profiles) == 1:
-        ((count, profile),) = profiles.items()
-        return {"microbatches": count, "profile": profile.to_json()}
-    return {
-        "profiles": [
-            {"microbatches": count, "profile": profile.to_json()} for count, profile in profiles.items()
-        ]
-    }
-
-
-def mesh_profiles_json(
-    by_key: Mapping[str, LayerProfile],
-    keys: Sequence[Mapping[int, str]],
-    kinds: Sequence[tuple[int, int]],
-    counts: Iterable[int],
-) -> dict[str, Any]:
-    """The part of a request with the profiles of meshes of unlike sizes, whose workers have unlike numbers of samples:
-    of the slowest kind of accelerator of each. `keys` (by microbatches) and `kinds` (the workers of its mesh, and how many
-    of them share matrices) are one a worker."""
-    if len({*kinds}) <= 1:
-        return {}
-    found = []
-    for count in counts:
-        for kind in sorted({*kinds}):
-            own = dict.fromkeys(key[count] for key, of in zip(keys, kinds, strict=True) if of == kind)
-            found.append(mesh_profile_json(count, kind, slowest_profile([by_key[key] for key in own])))
-    return {"mesh_profiles": found}
-
-
-def mesh_profile_json(microbatches: int, kind: tuple[int, int], profile: LayerProfile) -> dict[str, Any]:
-    """The JSON of a profile of meshes of one kind: (workers, tensor-parallel size)."""
-    workers, tensor = kind
-    shares = {"tensor": tensor} if tensor > 1 else {}
-    return {"microbatches": microbatches, "workers": workers, **shares, "profile": profile.to_json()}
 
 
 def costs_digest(spec: Mapping[str, Any]) -> str:
@@ -95,11 +45,11 @@ Shape = tuple[int, ...]
 def batch_dimension(
     tensor: str, shapes: tuple[Shape, Shape], sizes: tuple[int, int], *, differentiable: bool
 ) -> int | None:
-    """The dimension along which the workers of two meshes of unlike `sizes` share a tensor of which each of theirs has
-    `shapes`; None where every worker has the whole.
+    """The batch dimension of a tensor of which each rank of two meshes, of the data-parallel `sizes`, has `shapes`; None
+    where every rank has the whole.
 
-    Raises CutError, naming the tensor, where its shapes do not tell, or where all have it and its gradient would have to
-    be summed on the way.
+    Raises CutError, naming the tensor, where the shapes are ambiguous, or where every rank has the whole and its
+    gradient would have to be summed on the way.
     """
     (one, other), (a, b) = shapes, sizes
     if len(one) == len(other):
@@ -146,15 +96,16 @@ class LinearCost:
 
 @dataclass(frozen=True, slots=True)
 class UpdateCosts:
-    """`reduce`: the sums over the workers of a mesh, and the gradients' norm; `step`: clipping and the optimizer.
+    """The costs of REDUCE (`reduce`: gradient all-reduce over a mesh, and the norm) and of STEP (`step`: clipping and the
+    optimizer).
 
-    The meshes `alone` have one worker where others have several: their gradients' norm takes `norm`. In the meshes
-    `shared` as many workers share the optimizer's state: their sums take `scatter` in place of `reduce`, and parameters
-    are gathered behind the update, `gather`.
+    The meshes `alone` have one data-parallel rank where others have several: their REDUCE is `norm`. `shared` has the
+    ranks over which meshes shard the optimizer state (ZeRO-1): they reduce-scatter (`scatter`) in place of `reduce`, and
+    all-gather parameters behind the update (`gather`).
 
-    Where sums were measured, `sums` is what those of some gradients take, as a bucket or behind everything, and `norm`
-    the rest of `reduce`. In the meshes `tensor` as many workers share matrices: `agree` is what a sum over these takes, of
-    gradients of what each of them has whole, and of the norm.
+    Where an all-reduce was measured, `sums` is its cost, for a bucket or for what is left, and `norm` the rest of
+    `reduce`. `tensor` has the tensor-parallel sizes of meshes: `agree` is the cost of an all-reduce in such a group, of
+    the gradients of replicated parameters and of the norm.
     """
 
     reduce: LinearCost = LinearCost()
@@ -201,18 +152,18 @@ class UpdateCosts:
         return replace(self, scatter=scattered, gather=gathered, shared=dict(shared))
 
     def collective_cost(self, mesh: str) -> LinearCost | None:
-        """The cost of a sum over the workers of `mesh`; None where nothing is summed, or the sum was not measured."""
+        """The cost of a gradient collective in `mesh`; None where there is none, or it was not measured."""
         if mesh in self.alone or self.sums == LinearCost():
             return None
         return self.scatter if mesh in self.shared else self.sums
 
     def local_reduce_cost(self, mesh: str) -> LinearCost:
-        """The local part of REDUCE on a worker of `mesh`, sums included where they were not measured alone."""
+        """The local part of REDUCE on a worker of `mesh`, with the collectives where they were not measured alone."""
         whole = self.reduce if self.sums == LinearCost() and mesh not in self.alone else self.norm
         return whole.per_shard(self.shared.get(mesh, 1))
 
     def step_cost(self, mesh: str) -> LinearCost:
-        """STEP of a worker of `mesh`, with the parameters that it gets from others."""
+        """STEP of a worker of `mesh`, with the all-gather of ZeRO-1."""
         if mesh not in self.shared:
             return self.step
         own, gathered = self.step.per_shard(self.shared[mesh]), self.gather

@@ -1,9 +1,10 @@
 """Attempt failures with a reason code, and the breadcrumbs that explain a process that died in native code.
 
 AttemptFailure is the one exception that ends an attempt early; it survives pickling. Of several failures of one
-step the cause goes before its consequences (lost peers, stalls). The breadcrumb is a small mapped file of the
-node: what is written stays when the process is gone and costs no system call; behind it faulthandler writes the
-Python stack of a fatal signal. The file stays open for the life of the process. Light: no torch.
+step the cause goes before its consequences (lost peers, stalls), as reasons.CAUSE_PRECEDENCE ranks them. The
+breadcrumb is a small mapped file of the node: what is written stays when the process is gone and costs no system
+call; behind it faulthandler writes the Python stack of a fatal signal. The file stays open for the life of the
+process. Light: no torch.
 """
 
 from __future__ import annotations
@@ -19,30 +20,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from worker.contract.reasons import Reason
-
-# Of several failures of one step the one named first here is reported: a worker whose peer raised
-# or died reports a lost peer or a stall of its own, which is a consequence and not the cause.
-CAUSE_PRECEDENCE = (
-    Reason.OUT_OF_MEMORY,
-    Reason.USER_CODE_RAISED,
-    Reason.NAN_LOSS,
-    Reason.MODEL_BUILD_FAILED,
-    Reason.DATA_FAILED,
-    Reason.CUT_IMPOSSIBLE,
-    Reason.PLAN_INFEASIBLE,
-    Reason.CHECKPOINT_UNWRITABLE,
-    Reason.CHECKPOINT_FAILED,
-    Reason.WORKER_LOST,
-    Reason.SLOT_STALLED,
-    Reason.ACCELERATORS_TAKEN,
-    Reason.START_TIMEOUT,
-    Reason.INTERNAL,
-)
+from worker.contract.reasons import CAUSE_PRECEDENCE, Reason
 
 
 class AttemptFailure(RuntimeError):
-    """The attempt ends for `reason`; `message` is for people, `details` a traceback. Survives pickling."""
+    """The attempt ends for `reason`; `message` is for people, `details` a traceback. Survives pickling.
+
+    `nodes` are the Ray ids of the nodes at fault, which the driver fills in; empty where it cannot name one.
+    """
+
+    nodes: tuple[str, ...] = ()
 
     def __init__(self, reason: Reason, message: str, details: str = ""):
         message, details = _encodable(message), _encodable(details)
@@ -83,18 +70,71 @@ _OUT_OF_MEMORY_TEXTS = (
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """True if `error`, or an exception that led to it, is an out-of-memory error of torch."""
+    for one in _causes(error):
+        if type(one).__name__ == "OutOfMemoryError" and type(one).__module__.startswith("torch"):
+            return True
+        of_torch = type(one) is RuntimeError or type(one).__module__.startswith("torch")
+        if of_torch and any(
+            text in str(one) for text in _OUT_OF_MEMORY_TEXTS
+        ):  # others may only quote a peer
+            return True
+    return False
+
+
+# What CUDA reports of a program's own mistakes; every other error of CUDA is the accelerator's.
+_PROGRAM_ERRORS = (
+    "device-side assert",
+    "invalid argument",
+    "invalid configuration argument",
+    "invalid device function",
+    "invalid device ordinal",
+    "invalid resource handle",
+    "no kernel image is available",
+    "too many resources requested",
+    "operation not permitted",
+    "operation would make the legacy stream depend",
+    "operation failed due to a previous error during capture",
+    "PTX",
+)
+_LIBRARY_ERRORS = re.compile(
+    r"CUDA error: |CUDA driver error: |CUDNN_STATUS_(?:EXECUTION_FAILED|INTERNAL_ERROR|MAPPING_ERROR)"
+    r"|CUBLAS_STATUS_(?:EXECUTION_FAILED|INTERNAL_ERROR|MAPPING_ERROR)"
+)
+
+
+def accelerator_failure(error: BaseException | None) -> Reason | None:
+    """ACCELERATOR_FAILED or ILLEGAL_ADDRESS where torch reports a fault of an accelerator as `error`, or as an exception
+    that led to it; None of any other, as of a device-side assert, which is the job's own."""
+    for one in _causes(error):
+        if not (type(one) is RuntimeError or type(one).__module__.startswith("torch")):
+            continue  # others may only quote a peer
+        text = str(one)
+        if type(one).__name__ != "AcceleratorError" and not _LIBRARY_ERRORS.search(text):
+            continue
+        if is_out_of_memory(one) or any(known in text for known in _PROGRAM_ERRORS):
+            return None
+        illegal = "illegal memory access" in text or "misaligned address" in text
+        return Reason.ILLEGAL_ADDRESS if illegal else Reason.ACCELERATOR_FAILED
+    return None
+
+
+def is_device_assert(error: BaseException | None) -> bool:
+    """True if `error`, or an exception that led to it, is torch's report of an assertion that failed on the device: it may
+    surface wherever the host waits."""
+    return any(
+        (type(one) is RuntimeError or type(one).__module__.startswith("torch"))
+        and "device-side assert" in str(one)
+        for one in _causes(error)
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception, and those that led to it."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if type(error).__name__ == "OutOfMemoryError" and type(error).__module__.startswith("torch"):
-            return True
-        of_torch = type(error) is RuntimeError or type(error).__module__.startswith("torch")
-        if of_torch and any(
-            text in str(error) for text in _OUT_OF_MEMORY_TEXTS
-        ):  # others may only quote a peer
-            return True
+        yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return False
 
 
 def first_cause(failures: list[AttemptFailure]) -> AttemptFailure:
@@ -120,12 +160,20 @@ def attributed_to(reason: Reason) -> Iterator[None]:
 def as_failure(error: BaseException, reason: Reason) -> AttemptFailure:
     """An AttemptFailure that names the error's type and text and keeps its traceback as text.
 
-    For OUT_OF_MEMORY in place of `reason` where memory was what lacked.
+    In place of `reason` OUT_OF_MEMORY where memory was what lacked, ACCELERATOR_FAILED or ILLEGAL_ADDRESS where an
+    accelerator reports a fault.
     """
+    fault = accelerator_failure(error)
     if is_out_of_memory(error):
         reason = Reason.OUT_OF_MEMORY
+    elif fault is not None:
+        reason = fault
     text = str(error).strip() or "no message"
     message = text if isinstance(error, AttemptFailure) else f"{type(error).__name__}: {text}"
+    if fault is reason:
+        message += (
+            "; accelerators report faults late: what is named is where it surfaced, not where it happened"
+        )
     return AttemptFailure(reason, message, "".join(traceback.format_exception(error)))
 
 
@@ -137,8 +185,8 @@ _breadcrumb_file = -1  # open as long as the process lives: its faulthandler wri
 
 @dataclass(frozen=True)
 class CrashReport:
-    """Of a process that is gone: the action it was in ("" between two), the signal as Python calls it, where it had
-    come through native code (None otherwise), and the Python stack there."""
+    """The last traces of a process that is gone: the action it was in ("" between two), the signal as Python calls it, where
+    it had come through native code (None otherwise), and the Python stack there."""
 
     action: str
     signal: str | None

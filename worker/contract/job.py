@@ -20,18 +20,19 @@ from worker.contract.profile import CutError
 FP16 = "fp16"
 # The type to which autocast casts, by its name in torch; fp32 leaves modules in their own.
 AUTOCAST_DTYPES = {"fp32": None, "bf16": "bfloat16", FP16: "float16"}
+COMPILE_LIMIT_S = 1200.0
+"""Limit of compiling in one worker, once for the layers that it measures and once for its stages."""
+SKIP_LIMIT_S = 1800.0
+"""Limit of a resume that passes over samples of a stream which cannot seek: half a million at 300 a second."""
+METRICS_LINGER_S = 60.0
+"""Drivers still serve the metrics of a finished job for this time: some scrapes at the usual interval of 15 seconds."""
 
 
 @dataclass(frozen=True)
 class LossScaling:
-    """torch.amp.GradScaler's arguments under its names and with its defaults; after `max_skipped_steps` steps in a row
-    whose gradients overflowed the job fails."""
+    """The loss scale of fp16, which begins as torch.amp.GradScaler's does and goes on by its defaults."""
 
     init_scale: float = 2.0**16
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-    max_skipped_steps: int = 24
 
 
 Section = TypeVar("Part")
@@ -50,11 +51,13 @@ class Factory:
 class Model(Factory):
     """A model; `output` names the tensor of its result that the loss takes, where there are several. `weights` is a
     path of weights to start from, `freeze` are patterns (worker/model/factory.py) of parameters that stay as they are.
+    `train` is called where model.train() is called once when the model is built, or as_built.
     """
 
     output: str | None = None
     weights: str | None = None
     freeze: tuple[str, ...] = ()
+    train: str = "called"
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,6 @@ class Data(Factory):
     columns: tuple[str, ...] | Mapping[str, Any] | None = None
     shuffle: bool = True
     at_end: str = "repeat"
-    skip_limit_s: float = 600.0
     loader: Loader = Loader()
     collate: Factory | None = None
 
@@ -113,7 +115,7 @@ class Optimizer(Factory):
 
 @dataclass(frozen=True)
 class Training:
-    """`precision` is fp32, bf16 or fp16 (with `loss_scaling`; None is GradScaler's defaults), `transfers` auto (tensors
+    """`precision` is fp32, bf16 or fp16 (with `loss_scaling`; None is GradScaler's default), `transfers` auto (tensors
     travel as they are) or bf16 (rounded, half the bytes); `non_finite` stop or skip: what a step does whose loss is no
     number. `check_trace`: compare the traced model with the model itself before the first step. `loss_reduction` mean
     (microbatches count alike) or tokens. `sync_batch_norm`: BatchNorm normalises over all workers of a mesh. `tf32`: whether
@@ -136,24 +138,24 @@ class Training:
     sync_batch_norm: bool = False
     tf32: bool | None = None
     compile: bool = False
-    compile_limit_s: float = 300.0
 
     @property
     def compiling_s(self) -> float:
         """Seconds that a worker may take to compile its layers, and again to compile its stages."""
-        return self.compile_limit_s if self.compile else 0.0
+        return COMPILE_LIMIT_S if self.compile else 0.0
 
 
 @dataclass(frozen=True)
 class Pipeline:
     """`stages` is a number, or auto; `cut` is auto, or the modules that begin a stage. `recompute` is the planner's:
-    auto, none, all, or names."""
+    auto, none, all, or names. `replan`: auto or off."""
 
     stages: str | int = 1
     cut: str | tuple[str, ...] = "auto"
     schedule: str = "auto"
     recompute: str | tuple[str, ...] = "auto"
     overlap: bool = True
+    replan: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,8 @@ class CheckpointPolicy:
     """The place, frequency and retention of checkpoints.
 
     The newest `keep` stay, and those of every `keep_every`-th step (a multiple of `every_steps`). `asynchronous`: they
-    are written beside training, where a copy of the state fits.
+    are written beside training, where a copy of the state fits. `resume_from` names the checkpoint that the job begins
+    from, as its user does: the control plane says where it lies.
     """
 
     uri: str
@@ -191,6 +194,7 @@ class CheckpointPolicy:
     keep: int = 2
     asynchronous: bool = True
     keep_every: int | None = None
+    resume_from: str | None = None
 
 
 @dataclass(frozen=True)
@@ -209,6 +213,21 @@ class Evaluation:
     mode: str | None = None
     keep_best: bool = False
     patience: int | None = None
+
+
+@dataclass(frozen=True)
+class TrackerSpec:
+    """A tracker of the run: `to` tensorboard (with `dir`), wandb (`project`, `entity`) or mlflow (`experiment`, `uri`); or,
+    where `to` is None, an object that `factory` makes of `args`."""
+
+    to: str | None = None
+    dir: str | None = None
+    project: str | None = None
+    entity: str | None = None
+    experiment: str | None = None
+    uri: str | None = None
+    factory: str | None = None
+    args: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -232,6 +251,7 @@ class Job:
     resources: Resources = Resources()
     checkpoint: CheckpointPolicy | None = None
     evaluation: Evaluation | None = None
+    tracking: tuple[TrackerSpec, ...] = ()
     code: Code = Code()
 
     @property
@@ -312,6 +332,8 @@ def _parse_value(wanted: Any, value: Any, where: str) -> Any:
             return _parse_section(choice, value, where)
         if choice == tuple[ParameterGroup, ...] and isinstance(value, list | tuple):
             return tuple(ParameterGroup.read(entry, f"{where}[{i}]") for i, entry in enumerate(value))
+        if choice == tuple[TrackerSpec, ...] and isinstance(value, list | tuple):
+            return tuple(_parse_section(TrackerSpec, entry, f"{where}[{i}]") for i, entry in enumerate(value))
         if choice == tuple[str, ...] and isinstance(value, list | tuple):
             return tuple(_parse_value(str, entry, f"{where}[{i}]") for i, entry in enumerate(value))
         if choice == tuple[int, ...] and isinstance(value, list | tuple):
@@ -352,7 +374,11 @@ def microbatch_counts(job: Job) -> tuple[int, ...]:
     shares, rest = divmod(training.global_batch, workers)
     if rest:
         sizes = list(job.dp_sizes)
-        whom = f"meshes of {sizes} workers" if job.heterogeneous else f"resources.workers_per_mesh {workers}"
+        whom = (
+            f"meshes of {sizes} workers"
+            if job.heterogeneous
+            else f"{workers} data-parallel workers of a mesh"
+        )
         raise ValueError(
             f"training.global_batch {training.global_batch} cannot be shared by {whom}, "
             f"whatever training.microbatches is: set global_batch to a multiple of {workers}"
@@ -398,6 +424,19 @@ def may_interleave(job: Job) -> bool:
     return job.meshes < (stage_counts(job, MAX_STAGES_PER_MESH * job.meshes)[-1])
 
 
+_PLACEMENT_GROUP_PREFIX = "slotline-"
+
+
 def placement_group_name(attempt_id: str) -> str:
     """The name of an attempt's placement group, unique in the cluster."""
-    return f"slotline-{attempt_id}"
+    return f"{_PLACEMENT_GROUP_PREFIX}{attempt_id}"
+
+
+def gpu_share(workers_per_gpu: int) -> float:
+    """The part of a GPU that each of its workers holds, as fine as Ray counts."""
+    return int(10_000 / workers_per_gpu) / 10_000
+
+
+def is_placement_group_name(name: str) -> bool:
+    """True for the name of the placement group of any attempt."""
+    return name.startswith(_PLACEMENT_GROUP_PREFIX)

@@ -118,6 +118,29 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+class LogCopy(logging.Handler):
+    """Writes lines as JSON, with secrets masked, to `path` too: a container's standard output, say, for log collectors.
+
+    Never waits: a line that is not taken at once is left out there. OSError where `path` cannot be written to.
+    """
+
+    def __init__(self, path: str, mask: SecretMask):
+        super().__init__()
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._mask = mask
+        self.setFormatter(JsonFormatter())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = self._mask.text(self.format(record)) + "\n"
+        with contextlib.suppress(OSError):  # full, or nobody reads
+            os.write(self._file, line.encode(errors="backslashreplace"))
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self._file)
+        super().close()
+
+
 MASKED_TEXT = "***"
 _MIN_SECRET_CHARS = 8
 """The control plane refuses shorter secrets; shorter lines of a multi-line secret stay readable."""

@@ -73,6 +73,8 @@ class PlannedJob:
     slowdown: float = 1.0
     reshardings: ReshardingPlans = field(default_factory=dict)
     update_s: float | None = None
+    notes: tuple[str, ...] = ()
+    """What is unusual about the plan, for people."""
     saved_plan: str | None = None
     """The plan that the job was submitted with; `forms` of the model that it was made for, by how many
     workers a microbatch is dealt among."""
@@ -103,7 +105,7 @@ class PlannedJob:
         return [index for index, stage in enumerate(self.plan.get("stages", ())) if stage["recomputed"]]
 
     def programs(self) -> dict[str, MeshProgram]:
-        """What each mesh runs in a training step."""
+        """The program of each mesh in a training step."""
         return mesh_programs(
             self.plan,
             self.stage_names,
@@ -132,6 +134,7 @@ def parse_planned_job(answer: Mapping[str, Any]) -> PlannedJob:
         slowdown=answer.get("slowdown", 1.0),
         update_s=answer.get("update_s"),
         reshardings=parse_reshardings(answer),
+        notes=tuple(answer.get("planning_notes") or ()),
         saved_plan=(answer.get("named") or {}).get("name"),
         model_signatures={
             int(workers): ModelSignature.from_json(form)

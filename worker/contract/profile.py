@@ -48,7 +48,7 @@ class CollectiveCost:
     gather: LatencyBandwidth | None = None
 
     def seconds(self, way: str, count: int, size_bytes: int) -> float:
-        """So many sums of so many bytes in all, one way (the name of a field); as all-reduces where it was not measured."""
+        """Seconds of `count` collectives of the kind `way` over `size_bytes` in all; as all-reduces if not measured."""
         latency_s, bandwidth = getattr(self, way) or self.reduce
         return count * latency_s + size_bytes / bandwidth
 
@@ -78,7 +78,7 @@ def slowest_collective_cost(found: Sequence[CollectiveCost | None]) -> Collectiv
 
 
 # Of the JSON and of what its numbers mean: a stored profile of another format is measured anew.
-PROFILE_FORMAT = 8
+PROFILE_FORMAT = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class LayerCost:
     Seconds are those of the device; on CPU of the processor, so that they do not depend on who else used it.
     `backward_s` is a backward in one piece, which takes less than its two parts; None: as much.
     `activation_bytes` is what autograd keeps from forward to backward, a saved input among it;
-    `weight_stash_bytes` the part that the gradient of the weights still needs afterwards. `cast_bytes` is what
+    `weight_stash_bytes` what I keeps for W, gradients among it: it may be more. `cast_bytes` is what
     autocast's copies of its weights take, one for all microbatches of a step. `flops` are the operations of a forward and
     a backward without recomputation; None: not counted.
     `parameters` and `buffers` are original names, so that what several layers use shows in each of them. `sums` are those
@@ -195,6 +195,7 @@ class LayerProfile:
     `updated_buffers` are changed by forward. The model itself asks to recompute the layers `checkpointed`. Those
     `compiled` were measured so (training.compile), all others as traced. Of the parameters `split_parameters` each worker
     of several that share matrices has its part; of all others it has the whole.
+    `joined` leads from a module that cannot begin a stage to the buffer, updated by forward, that it shares with others.
     `activation_factor` corrects all activation bytes, where an attempt has met more than were measured.
     """
 
@@ -210,6 +211,7 @@ class LayerProfile:
     activation_factor: float = 1.0
     compiled: frozenset[str] = field(default=frozenset(), metadata=OMIT_EMPTY)
     split_parameters: frozenset[str] = field(default=frozenset(), metadata=OMIT_EMPTY)
+    joined: Mapping[str, str] = field(default_factory=dict, metadata=OMIT_EMPTY)
 
     def static_bytes(self, first: int, end: int, optimizer: OptimizerState) -> int:
         """Bytes that a stage of the layers first..end-1 always holds: parameters, those of their gradients,
@@ -304,15 +306,17 @@ def slowest_profile(profiles: Sequence[LayerProfile]) -> LayerProfile:
     return replace(slowest, activation_factor=max(profile.activation_factor for profile in profiles))
 
 
-def resolve_stage_starts(layers: Sequence[str], names: Sequence[str]) -> list[str]:
+def resolve_stage_starts(
+    layers: Sequence[str], names: Sequence[str], joined: Mapping[str, str] | None = None
+) -> list[str]:
     """The layers that begin the stages of a cut given by names, the first layer always first.
 
-    A name is a layer, or a module that contains layers (its first layer is meant). Raises
-    CutError for an unknown name, one given twice, or names out of execution order.
+    A name is a layer, or a module that contains layers (its first layer is meant). `joined` as of LayerProfile. Raises
+    CutError for an unknown name, one given twice, names out of execution order, or one of a joined module.
     """
     if not layers:
         raise CutError("the model has no layers to cut")
-    found = [_find_layer(layers, name) for name in names]
+    found = [_find_layer(layers, name, joined or {}) for name in names]
     if not found or found[0] != 0:
         found = [0, *found]
         names = [layers[0], *names]
@@ -329,21 +333,48 @@ def resolve_stage_starts(layers: Sequence[str], names: Sequence[str]) -> list[st
     return [layers[index] for index in found]
 
 
-def check_stage_count(layers: Sequence[str], stages: int) -> None:
-    """Raise CutError when the model has fewer layers than `stages`, or `stages` is below 1."""
+def check_stage_count(layers: Sequence[str], stages: int, joined: Mapping[str, str] | None = None) -> None:
+    """Raise CutError when the model has fewer layers than `stages`, or `stages` is below 1; `joined` as of LayerProfile."""
     if stages < 1:
         raise CutError(f"{stages} stages asked for: ask for at least 1")
     if stages > len(layers):
-        shown = ", ".join(layers[:12]) + (f" and {len(layers) - 12} more" if len(layers) > 12 else "")
         raise CutError(
             f"{stages} stages asked for, but the model has only {len(layers)} modules that may begin a stage "
-            f"({shown}): ask for at most {len(layers)} stages, or split the model into more modules"
+            f"({_shown(layers, 12)}){_joined_reason(joined or {})}: ask for at most {len(layers)} stages, or "
+            + (
+                "give each of these modules a buffer of its own"
+                if joined
+                else "split the model into more modules (one that runs as it is, as a note on the model says, is not cut)"
+            )
         )
 
 
-def _find_layer(layers: Sequence[str], name: str) -> int:
+def _joined_reason(joined: Mapping[str, str]) -> str:
+    """The buffers that keep modules together in one stage, in words; empty without."""
+    modules: dict[str, list[str]] = {}
+    for module, buffer in joined.items():
+        modules.setdefault(buffer, []).append(module)
+    reasons = [
+        f"{_shown(names, 6)} cannot, since buffer {buffer!r}, which forward updates, is used by modules before and at or "
+        "behind them, and all that runs from its first use to its last is one stage"
+        for buffer, names in modules.items()
+    ]
+    return "".join(f"; {reason}" for reason in reasons)
+
+
+def _shown(names: Sequence[str], most: int) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _find_layer(layers: Sequence[str], name: str, joined: Mapping[str, str]) -> int:
     if name in layers:
         return list(layers).index(name)
+    if name in joined:
+        raise CutError(
+            f"module {name!r} cannot begin a stage: it lies between the first and the last use of buffer "
+            f"{joined[name]!r}, which forward updates, so that all of that is one stage; give each module a buffer of its "
+            "own, or cut elsewhere"
+        )
     for index, layer in enumerate(layers):
         if layer.startswith(f"{name}."):
             return index

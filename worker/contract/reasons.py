@@ -1,8 +1,9 @@
 """Reason codes for why an attempt ended or a job waits, each with its cause and its meaning in one line.
 
-Codes are part of the REST API and stay in the database, so one is never renamed. Drivers and control planes of
-different versions talk to each other: `Reason.parse` maps an unknown code to INTERNAL with a log line (tests set
-`strict`, which makes it an error).
+A new kind of failure is a Reason here, and has a place in CAUSE_PRECEDENCE below if a worker can fail with it;
+failures.py carries it from where it is raised to the driver. Codes are part of the REST API and stay in the
+database, so one is never renamed. Drivers and control planes of different versions talk to each other:
+`Reason.parse` maps an unknown code to INTERNAL with a log line (tests set `strict`, which makes it an error).
 """
 
 from __future__ import annotations
@@ -54,6 +55,16 @@ class Reason(StrEnum):
         Cause.USER,
         "checkpoint.uri cannot be written to, found out before the first step",
     )
+    RESUME_REFUSED = (
+        "RESUME_REFUSED",
+        Cause.USER,
+        "the checkpoint of checkpoint.resume_from is not there, or does not fit the job",
+    )
+    CHECKPOINT_DAMAGED = (
+        "CHECKPOINT_DAMAGED",
+        Cause.USER,  # another attempt would read the same files
+        "every checkpoint to go on from is damaged",
+    )
     SECRET_MISSING = "SECRET_MISSING", Cause.USER, "a secret that the job names is gone or cannot be opened"
     CODE_SETUP_FAILED = "CODE_SETUP_FAILED", Cause.USER, "the job's own code or packages cannot be installed"
 
@@ -65,7 +76,23 @@ class Reason(StrEnum):
 
     # The machines, the network or Slotline itself: another attempt may succeed.
     SLOT_STALLED = "SLOT_STALLED", Cause.INFRASTRUCTURE, "a slot or a step did not end within its limit"
-    WORKER_LOST = "WORKER_LOST", Cause.INFRASTRUCTURE, "a worker's process or node is gone"
+    ACCELERATOR_FAILED = (
+        "ACCELERATOR_FAILED",
+        Cause.INFRASTRUCTURE,
+        "an accelerator, its memory or its link to others reported a fault",
+    )
+    ILLEGAL_ADDRESS = (
+        "ILLEGAL_ADDRESS",
+        Cause.INFRASTRUCTURE,  # once: a second one of the same job is its own, see after_failure
+        "a kernel used memory that is not there: a broken accelerator, or a defect of the kernel",
+    )
+    WORKER_LOST = "WORKER_LOST", Cause.INFRASTRUCTURE, "a worker's process is gone"
+    NODE_LOST = "NODE_LOST", Cause.INFRASTRUCTURE, "a node is gone, and the workers on it"
+    PLANNING_TIMEOUT = (
+        "PLANNING_TIMEOUT",
+        Cause.INFRASTRUCTURE,  # the planning processes may be busy now, and free for the next attempt
+        "the control plane made no plan within its time limit, also without a search",
+    )
     START_TIMEOUT = "START_TIMEOUT", Cause.INFRASTRUCTURE, "driver or workers were not ready in time"
     START_REFUSED = "START_REFUSED", Cause.INFRASTRUCTURE, "the Ray cluster did not accept the driver"
     DRIVER_LOST = "DRIVER_LOST", Cause.INFRASTRUCTURE, "the driver ended or fell silent without a report"
@@ -97,6 +124,7 @@ class Reason(StrEnum):
     )
     CANCELLED_BY_USER = "CANCELLED_BY_USER", None, "somebody asked for the end"
     BACKING_OFF = "BACKING_OFF", None, "a pause before the next attempt"
+    CHECKING = "CHECKING", None, "its factories, arguments and data are checked before its first attempt"
     WAITS_FOR_ACCELERATORS = "WAITS_FOR_ACCELERATORS", None, "too few accelerators are free"
     WAITS_FOR_QUOTA = "WAITS_FOR_QUOTA", None, "the queue's quota is used up"
     WAITS_FOR_CLUSTER = "WAITS_FOR_CLUSTER", None, "its Ray cluster does not answer, or is none of its queue"
@@ -114,7 +142,8 @@ class Reason(StrEnum):
         except ValueError:
             if strict:
                 raise UnknownReasonError(
-                    f"reason code {code!r} is not in worker/contract/reasons.py: add it there, with cause and meaning"
+                    f"reason code {code!r} is not in worker/contract/reasons.py: add it there, with cause and meaning, and "
+                    "to CAUSE_PRECEDENCE if a worker fails with it"
                 ) from None
             _warn_once(code)
             return cls.INTERNAL
@@ -127,6 +156,34 @@ class Reason(StrEnum):
             return None, message
         reason = cls.parse(code)
         return reason, message if reason == code else f"{code}: {message or 'no message was given'}"
+
+
+CAUSE_PRECEDENCE = (
+    Reason.ACCELERATOR_FAILED,
+    Reason.ILLEGAL_ADDRESS,
+    Reason.OUT_OF_MEMORY,
+    Reason.USER_CODE_RAISED,
+    Reason.NAN_LOSS,
+    Reason.MODEL_BUILD_FAILED,
+    Reason.DATA_FAILED,
+    Reason.CUT_IMPOSSIBLE,
+    Reason.PLAN_INFEASIBLE,
+    Reason.PLANNING_TIMEOUT,
+    Reason.CHECKPOINT_UNWRITABLE,
+    Reason.RESUME_REFUSED,
+    Reason.CHECKPOINT_DAMAGED,
+    Reason.CHECKPOINT_FAILED,
+    Reason.NODE_LOST,
+    Reason.WORKER_LOST,
+    Reason.SLOT_STALLED,
+    Reason.ACCELERATORS_TAKEN,
+    Reason.START_TIMEOUT,
+    Reason.INTERNAL,
+)
+"""Reasons that workers fail with: of several failures of one step the one named first here is reported.
+
+A worker whose peer raised or died reports a lost peer or a stall of its own: a consequence, not the cause.
+"""
 
 
 def cause_of(code: str | None) -> Cause:

@@ -1,17 +1,25 @@
-"""Requests and results of one-shot worker processes: the marked result line, and the request of an export.
+"""Requests and results of one-shot worker processes: the marked result line, and a process that ends in time.
 
-A task reads its request from an environment variable and prints one JSON line behind a mark; other output of the
-process and its libraries is skipped, and the last whole line counts. Light: no torch.
+A task reads its request from an environment variable or standard input and prints one JSON line behind a mark; other
+output of the process and its libraries is skipped, and the last whole line counts. Light: no torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from worker.contract.codec import from_json, to_json
+from worker.contract.failures import CrashReport, read_crash_report, remove_crash_report
 
 
 def task_result(output: str, mark: str) -> dict[str, Any] | None:
@@ -25,6 +33,171 @@ def task_result(output: str, mark: str) -> dict[str, Any] | None:
         except ValueError:
             continue
     return None
+
+
+@dataclass(frozen=True)
+class EndedTask:
+    """A task that has ended: its result (None: it had none), exit code, and the crash report of its process."""
+
+    result: dict[str, Any] | None
+    exit_code: int
+    crash: CrashReport | None = None
+
+
+def run_task(
+    task: str,
+    request: Mapping[str, Any],
+    mark: str,
+    *,
+    limit_s: float,
+    folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> EndedTask:
+    """Run `python -m worker.tasks task` with `request` on its standard input, in `folder`; what it prints to standard
+    error appears on this process's. Raises TimeoutError, with the action it was in as text, after `limit_s` seconds.
+    The process and those that it started are gone then."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "worker.tasks", task],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env={**os.environ, **(environment or {})},
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(json.dumps(request), timeout=limit_s)
+            return EndedTask(
+                task_result(output, mark), process.returncode, crash=read_crash_report(process.pid)
+            )
+        except subprocess.TimeoutExpired:
+            report = read_crash_report(process.pid)
+            raise TimeoutError(report.action if report else "") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            remove_crash_report(process.pid)
+
+
+def kill_pool(pool: ProcessPoolExecutor) -> None:
+    """End a pool's processes at once, also in the middle of a call; calls that wait are cancelled."""
+    # Until Python 3.14 (kill_workers) the executor has no public way to end a running call.
+    processes = list((pool._processes or {}).values())
+    pool.shutdown(wait=False, cancel_futures=True)
+    for process in processes:
+        process.kill()
+
+
+SCALE_REQUEST_VARIABLE = "SLOTLINE_SCALE"
+SCALE_RESULT_MARK = "SLOTLINE_SCALED "
+
+
+@dataclass(frozen=True)
+class Bundles:
+    """`number` bundles of `amount` of one Ray resource each, which may lie on different nodes."""
+
+    resource: str
+    amount: float
+    number: int
+
+
+@dataclass(frozen=True)
+class ScaleRequest:
+    """Bundles that a cluster is to have room for in all: those that are `held`, and of each gang that waits, in the order
+    of their turns. Nothing of either: the cluster may shrink."""
+
+    held: tuple[Bundles, ...] = ()
+    gangs: tuple[Bundles, ...] = ()
+
+    def to_json(self) -> str:
+        """For the variable of the environment; `from_json` is its inverse."""
+        return json.dumps(to_json(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ScaleRequest:
+        """Inverse of `to_json`."""
+        return from_json(cls, json.loads(text))
+
+
+@dataclass(frozen=True)
+class ScaleResult:
+    """`autoscaler`: the cluster has one that answers. It takes the first `accepted` gangs, and a request for them
+    `stands` until the next one; else Ray has none."""
+
+    autoscaler: bool
+    accepted: int = 0
+    stands: bool = False
+
+
+def read_scale_result(output: str) -> ScaleResult | None:
+    """The result of a request; None where its process has not come to its end."""
+    answer = task_result(output, SCALE_RESULT_MARK)
+    return None if answer is None else from_json(ScaleResult, answer)
+
+
+CHECK_REQUEST_VARIABLE = "SLOTLINE_CHECK"
+CHECK_RESULT_MARK = "SLOTLINE_CHECKED "
+CHECK_LIMIT_S = 420.0
+"""Of `python -m worker.tasks check`: its five steps have limits of their own, imports have the rest."""
+
+
+@dataclass(frozen=True)
+class JobProblem:
+    """`field` of a job is wrong, and an attempt would end for `reason`. `local`: the machine lacks something that another
+    may have, a file say."""
+
+    field: str
+    message: str
+    reason: str
+    local: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.message}"
+
+
+@dataclass(frozen=True)
+class JobCheck:
+    """The result of checking a job without accelerators: what is wrong, what could not be checked and why, and what was
+    built or read. `samples` of the data and `tokens` of each, where they are known."""
+
+    problems: tuple[JobProblem, ...] = ()
+    notes: tuple[str, ...] = ()
+    checked: tuple[str, ...] = ()
+    samples: int | None = None
+    tokens: int | None = None
+
+
+def read_check_result(output: str) -> JobCheck | None:
+    """The result of a check; None where its process has not come to its end."""
+    answer = task_result(output, CHECK_RESULT_MARK)
+    return None if answer is None else from_json(JobCheck, answer)
+
+
+def check_job_process(
+    job: Mapping[str, Any], *, folder: Path | None = None, environment: Mapping[str, str] | None = None
+) -> JobCheck:
+    """Check `job` (the JSON of a JobSpec) in a process that sees no accelerator, started in `folder`, and imports as this
+    one does. A check that does not come to its end has only a note, with the reason: nothing is known to be wrong."""
+    paths = os.pathsep.join(path for path in sys.path if path)
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    try:
+        ended = run_task(
+            "check",
+            {"job": job},
+            CHECK_RESULT_MARK,
+            limit_s=CHECK_LIMIT_S,
+            folder=folder,
+            environment={"PYTHONPATH": paths, **(environment or {}), **hidden},
+        )
+    except TimeoutError as error:
+        while_text = f" while {error}" if str(error) else ""
+        return JobCheck(notes=(f"not checked: no answer within {CHECK_LIMIT_S:.0f} s{while_text}",))
+    if ended.result is None:
+        where = f" while {ended.crash.action}" if ended.crash and ended.crash.action else ""
+        return JobCheck(
+            notes=(f"not checked: its process ended without a result (exit code {ended.exit_code}){where}",)
+        )
+    return from_json(JobCheck, ended.result)
 
 
 PROOF_RESULT_MARK = "SLOTLINE_PROOF "

@@ -1,11 +1,12 @@
 """Summarises a measured timeline by mesh and in all: makespan, span, bubble ratio, exposed transfers, overlap.
 
-The formulas of DESIGN section 4; REDUCE and STEP come after the makespan and are not part of it. Pure and light:
-no torch.
+The formulas of DESIGN section 4; REDUCE and STEP come after the makespan and are not part of it. The phases of a
+launch, which come before the first step, are told by events of kind LAUNCH_EVENT. Pure and light: no torch.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,20 @@ from typing import Any
 from worker.contract.program import COMPUTE_LANE, COMPUTE_OPS, TRANSFER_OPS
 
 Interval = tuple[float, float]
+LAUNCH_EVENT = "launch"
+FIRST_PROFILED_STEPS = 6
+"""The steps at the start of an attempt whose slots are all reported: a cold one, and five that calibrate the plan."""
+
+
+def launch_message(phase: str, seconds: float) -> str:
+    """The message of the event that a phase of a launch is over."""
+    return f"{phase} took {seconds:.3f} s"
+
+
+def read_launch_message(message: str) -> tuple[str, float] | None:
+    """(phase, seconds) of a `launch_message`; None where it is none."""
+    found = re.fullmatch(r"(.{1,100}) took (\d{1,9}\.\d{3}) s", message)
+    return None if found is None else (found[1], float(found[2]))
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,10 @@ def installed_versions() -> str:
     return ", ".join(found)
 
 
-PROTOCOL = 1
+PROTOCOL = 2
 """0 is spoken by those that say none: the releases before there was a number."""
+RESUME_FROM_PROTOCOL = 2
+"""A driver that speaks less begins a job with checkpoint.resume_from from nothing, without a word."""
 OLDEST_DRIVER_PROTOCOL = 0
 """A control plane takes drivers that speak this, or more."""
 OLDEST_CONTROL_PLANE_PROTOCOL = 0
@@ -48,13 +50,15 @@ def parse_protocol(said: object) -> int:
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
 
 
-def driver_too_old_message(said: object) -> str | None:
-    """The message that refuses a driver of an older protocol; None for a driver that is new enough."""
-    if (protocol := parse_protocol(said)) >= OLDEST_DRIVER_PROTOCOL:
+def driver_too_old_message(said: object, oldest: int | None = None) -> str | None:
+    """The message that refuses a driver whose protocol is before `oldest` (None: the oldest of any job's); None for one
+    that is new enough."""
+    oldest = OLDEST_DRIVER_PROTOCOL if oldest is None else oldest
+    if (protocol := parse_protocol(said)) >= oldest:
         return None
     return (
         f"the driver speaks protocol {protocol}, and this control plane, Slotline {_slotline_version()}, takes "
-        f"{OLDEST_DRIVER_PROTOCOL} to {PROTOCOL}: give Ray's pods the worker image of this version"
+        f"{oldest} to {PROTOCOL}: give Ray's pods the worker image of this version"
     )
 
 

@@ -27,7 +27,7 @@ Collator = Callable[[list[Any]], Any]
 
 
 def make_dataset(data: Data, *, seed: int) -> Any:
-    """What the factory returns, or the part of it that `data.split` names. Raises FactoryError for what is neither a
+    """The data set of the factory, or the part of it that `data.split` names. Raises FactoryError for what is neither a
     data set with indices nor a stream.
 
     Python's, numpy's and torch's generators are seeded for it and stand afterwards where they stood.
@@ -76,8 +76,8 @@ def select_fields(sample: Any, data: Data) -> Any:
 
 
 def make_collator(data: Data) -> Collator | None:
-    """What makes a batch of a list of samples, where the job names it: an object of a class, or a function with its
-    arguments bound."""
+    """The callable that makes a batch of a list of samples, where the job names it: an object of a class, or a function
+    with its arguments bound."""
     if data.collate is None:
         return None
     target, arguments = resolve(data.collate.factory), data.collate.args
@@ -140,8 +140,9 @@ POSITIONS_KEPT = 72
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """How the samples of `data` are dealt to steps, of which `first_step` is the first that counts: one before it has the
-    first samples too, and only shows what they are like. `once`: evaluation, which passes over the data in its order."""
+    """The assignment of the samples of `data` to steps. `first_step` is the first that counts: one before it has the first
+    samples too, and only shows what they are like. `once`: evaluation, which passes over the data in its order.
+    `origin` (step, sample): that step begins at that sample, counted over all epochs, and the steps behind it follow."""
 
     data: Data
     seed: int
@@ -149,11 +150,17 @@ class SampleOrder:
     microbatches: int
     first_step: int = 1
     once: bool = False
+    origin: tuple[int, int] | None = None
 
     @property
     def size(self) -> int:
         """Samples of a microbatch, over all workers."""
         return self.global_batch // self.microbatches
+
+    def begin(self, step: int) -> int:
+        """The sample with which `step` begins, counted over all epochs."""
+        at, sample = self.origin or (self.first_step, 0)
+        return sample + (step - at) * self.global_batch
 
 
 class Source(Protocol):
@@ -195,6 +202,7 @@ class IndexedSource:
             order.microbatches,
             seed=order.seed,
             first_step=order.first_step,
+            origin=order.origin,
         )
 
     def rows(self, step: int, microbatch: int, first: int, count: int) -> list[Any]:
@@ -204,7 +212,9 @@ class IndexedSource:
 
     def _check_not_past_end(self, step: int) -> None:
         order = self._order
-        wanted = (step - order.first_step + 1) * order.global_batch
+        if step < order.first_step:
+            return
+        wanted = order.begin(step + 1)
         if order.data.at_end == "stop" and not order.once and wanted > self.samples:
             raise DataEndedError(
                 Reason.DATA_FAILED,
@@ -259,7 +269,7 @@ class StreamSource:
             found = self._first_samples(first + count)[first:]
         else:
             stream = self._opened()
-            stream.go_to(self._begin(step) + first)
+            stream.go_to(self._order.begin(step) + first)
             found = stream.take(count)
         return [select_fields(sample, self._order.data) for sample in found]
 
@@ -271,7 +281,7 @@ class StreamSource:
         """Pass over what is others', and note the place."""
         if step < self._order.first_step:
             return
-        self._opened().go_to(self._begin(step + 1))
+        self._opened().go_to(self._order.begin(step + 1))
         if not self._order.once:
             self._places.append((step + 1, self._opened().place()))
 
@@ -281,14 +291,11 @@ class StreamSource:
 
     def go_to(self, step: int, place: dict[str, Any] | None) -> None:
         """Raises AttemptFailure where passing over samples takes too long, or the data is another."""
-        begin = self._begin(step)
+        begin = self._order.begin(step)
         saved = None if place is None or place.get("position") != begin else StreamPosition.from_state(place)
         stream = self._opened()
         stream.go_to(begin, saved)
         self._places.append((step, stream.place()))
-
-    def _begin(self, step: int) -> int:
-        return (step - self._order.first_step) * self._order.global_batch
 
     def _first_samples(self, count: int) -> list[Any]:
         if len(self._head) < count:
@@ -307,7 +314,6 @@ class StreamSource:
             name=data.factory,
             seed=seed,
             repeats=data.at_end == "repeat" and not self._order.once,
-            skip_limit_s=data.skip_limit_s,
             way_out="lower evaluation.steps" if self._order.once else "set data.at_end to repeat",
         )
 

@@ -29,7 +29,8 @@ _PARENT_POLL_S = 1.0
 
 @dataclass(frozen=True)
 class _LoaderResult:
-    """What a process read for (step, microbatch): a microbatch, or the error; of a stream the place behind the step."""
+    """The result of a loader process for (step, microbatch): a microbatch, or the error; of a stream the place behind the
+    step."""
 
     at: tuple[int, int]
     read: ReadMicrobatch | None

@@ -15,7 +15,7 @@ import torch
 from worker.data.dataset import SampleOrder, Source, make_collator, make_source
 from worker.data.sampler import collate, input_names, sample_row
 from worker.model.pytree import Target, Targets, named_leaves, target_tensors
-from worker.model.rng import RNG_LOCK, derive_seed, seeded
+from worker.model.rng import derive_seed, seeded
 
 MicrobatchTensors = tuple[tuple[torch.Tensor, ...], Target]
 
@@ -74,7 +74,7 @@ class Microbatches:
         size, name = self.order.size, self.order.data.collate.factory
         samples = self.source.rows(step, microbatch, 0, size)
         try:
-            with RNG_LOCK, seeded(derive_seed(self.order.seed, "collate", step, microbatch)):
+            with seeded(derive_seed(self.order.seed, "collate", step, microbatch)):
                 batch = self._collator(samples)
         except Exception as error:
             raise RuntimeError(

@@ -26,12 +26,20 @@ class BatchSampler:
     """Deals a data set's samples to microbatches: every epoch a new permutation, no sample left out.
 
     Step s and microbatch m can be asked for in any order; `first_step` has the first samples of the first epoch, and a
-    step before it, which only shows what samples are like, the same. Raises ValueError for an empty data set or a batch
-    that `microbatches` does not divide.
+    step before it, which only shows what samples are like, the same. With `origin` (step, sample) that step begins at
+    that sample, counted over all epochs. Raises ValueError for an empty data set or a batch that `microbatches` does not
+    divide.
     """
 
     def __init__(
-        self, samples: int, global_batch: int, microbatches: int, *, seed: int = 0, first_step: int = 1
+        self,
+        samples: int,
+        global_batch: int,
+        microbatches: int,
+        *,
+        seed: int = 0,
+        first_step: int = 1,
+        origin: tuple[int, int] | None = None,
     ) -> None:
         if samples < 1:
             raise ValueError("the data set is empty: give it at least one sample")
@@ -44,13 +52,19 @@ class BatchSampler:
         self.microbatches = microbatches
         self.seed = seed
         self.first_step = first_step
+        self._origin = origin or (first_step, 0)
+
+    def begin(self, step: int) -> int:
+        """The sample with which `step` begins, counted over all epochs."""
+        at, sample = self._origin
+        return 0 if step < self.first_step else sample + (step - at) * self.global_batch
 
     def indices(self, step: int, microbatch: int) -> list[int]:
         """The samples of one microbatch, in order; global_batch / microbatches of them."""
         if step < self.first_step - 1 or not 0 <= microbatch < self.microbatches:
             raise ValueError(f"no microbatch {microbatch} of {self.microbatches} in step {step}")
         size = self.global_batch // self.microbatches
-        first = max(0, step - self.first_step) * self.global_batch + microbatch * size
+        first = self.begin(step) + microbatch * size
         return [self._sample(position) for position in range(first, first + size)]
 
     def _sample(self, position: int) -> int:

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from worker.contract.failures import AttemptFailure
+from worker.contract.job import SKIP_LIMIT_S
 from worker.contract.reasons import Reason
 from worker.data.checksum import checksum
-from worker.model.rng import RNG_LOCK, derive_seed, seeded
+from worker.model.rng import derive_seed, seeded
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class Stream:
         name: str,
         seed: int,
         repeats: bool,
-        skip_limit_s: float,
+        skip_limit_s: float = SKIP_LIMIT_S,
         way_out: str = "set data.at_end to repeat",
     ) -> None:
         self._make, self._name, self._seed, self._way_out = make, name, seed, way_out
@@ -153,7 +154,7 @@ class Stream:
     def _peek(self) -> None:
         while not self._peeked:
             try:
-                with RNG_LOCK, seeded(derive_seed(self._seed, "stream", self._epoch, self._within)):
+                with seeded(derive_seed(self._seed, "stream", self._epoch, self._within)):
                     if self._iterator is None:
                         self._iterator = self._open()
                     self._peeked.append(next(self._iterator))
@@ -218,12 +219,12 @@ class Stream:
         return ("iterator", self._iterator), ("data set", self._dataset)
 
     def _restore_state(self, place: StreamPosition) -> bool:
-        """Whether the data set went to `place`: whether the sample that it gives there is the one that followed."""
+        """Send the data set to `place`; True if the sample that it gives there is the one that followed."""
         self._restart()
         self._position, self._epoch, self._within = place.position, place.epoch, place.within
         try:
             saved = torch.load(io.BytesIO(place.state), weights_only=True)
-            with RNG_LOCK, seeded(derive_seed(self._seed, "stream", self._epoch, self._within)):
+            with seeded(derive_seed(self._seed, "stream", self._epoch, self._within)):
                 if saved["of"] == "data set":
                     self._dataset.load_state_dict(saved["state"])
                 self._iterator = self._open()
@@ -265,8 +266,8 @@ class Stream:
             if now - began > self._skip_limit_s:
                 raise AttemptFailure(
                     Reason.DATA_FAILED,
-                    f"{done} of {of} samples of data {self._name} were passed over in {self._skip_limit_s:.0f} s: raise "
-                    "data.skip_limit_s, or give the data set state_dict() and load_state_dict()",
+                    f"{done} of {of} samples of data {self._name} were passed over in {self._skip_limit_s:.0f} s: "
+                    "give the data set state_dict() and load_state_dict(), with which none is",
                 )
             if now - last_logged > _LOG_EVERY_S:
                 last_logged = now

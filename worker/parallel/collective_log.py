@@ -1,6 +1,6 @@
 """CollectiveLog: a flight recorder of the collectives a rank enters, compared with the ranks of each group.
 
-Plans are proved to have one order of collectives (`verify`); this checks that what runs has it: collectives
+Plans are proved to have one order of collectives (`check_programs`); this checks that what runs has it: collectives
 entered in two orders hang, or add up unrelated tensors without an error. Each is recorded where it begins:
 slot, operation, dtype, bytes. Ranks compare their logs with the first rank of each group before the first step
 (from the dry run) and after it; after a later step only what differs from the step before is posted and

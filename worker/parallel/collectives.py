@@ -21,7 +21,7 @@ import torch
 from worker.model.pytree import Target, count_tokens
 from worker.parallel.collective_log import CollectiveLog
 from worker.parallel.process_groups import dp_group, in_stage_peers
-from worker.transport.base import Lane, Transport, finish
+from worker.transport.base import Lane, Transport, finish, real_view
 
 
 class Collectives:
@@ -56,7 +56,7 @@ class Collectives:
         self.transport.all_reduce(group, tensor)
 
     def start_all_reduce(self, group: str, tensor: torch.Tensor) -> Callable[[], None] | None:
-        """As `all_reduce`, but only started on CPU: the returned call blocks until the sum is there."""
+        """Start an `all_reduce`: on CPU the returned call blocks until the sum is there."""
         self.log.add(group, "all-reduce", tensor)
         return self.transport.start_all_reduce(group, tensor)
 
@@ -65,14 +65,14 @@ class Collectives:
     ) -> Callable[[], None] | None:
         """Sum contiguous `tensor` over the group and keep this worker's equal part of it in `out`."""
         self.log.add(group, "reduce-scatter", tensor)
-        return self.transport.start_reduce_scatter(group, out, tensor)
+        return self.transport.start_reduce_scatter(group, real_view(out), real_view(tensor))
 
     def start_all_gather(
         self, group: str, out: torch.Tensor, tensor: torch.Tensor
     ) -> Callable[[], None] | None:
         """Fill contiguous `out` with the `tensor` of every worker of the group, in their order."""
         self.log.add(group, "all-gather", out)
-        return self.transport.start_all_gather(group, out, tensor)
+        return self.transport.start_all_gather(group, real_view(out), real_view(tensor))
 
     def in_stage(self, group: str) -> InStageCollectives:
         """The collectives of one group that this worker enters inside actions."""

@@ -79,7 +79,7 @@ class Resharder:
         return self.begin(tensor, first_tag).finish
 
     def begin(self, tensor: torch.Tensor, first_tag: int = 0) -> ReshardingRun:
-        """As `start`, but returns the run, which can say for whom it waits."""
+        """Start a resharding and return the run, which can say for whom it waits."""
         check_tensor(self._worker, self._plan, tensor)
         if tensor.device.type != "cpu":
             raise ValueError(

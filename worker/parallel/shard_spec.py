@@ -1,4 +1,4 @@
-"""ShardSpec: which slice of a parameter a rank owns, and the common pieces in which two layouts can be compared.
+"""ShardSpec: which slice of a parameter a rank owns, and the common pieces in which two layouts are compared or copied.
 
 A parameter with users on several meshes may be whole on one and split on another, or split over different
 numbers of ranks: cut at every boundary that any rank has, it lies in pieces, each whole or absent on every
@@ -27,6 +27,20 @@ class ShardSpec:
     parts: tuple[int, ...] = ()
     worker: int = 0
     workers: int = 1
+
+    def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the whole tensor, of which the slice has `shape`."""
+        if self.dim is None:
+            return tuple(shape)
+        return (*shape[: self.dim], sum(self.parts), *shape[self.dim + 1 :])
+
+    def local_shape(self, whole: Sequence[int]) -> tuple[int, ...] | None:
+        """The shape of the slice of a tensor of shape `whole`; None where that is no tensor of this layout."""
+        if self.dim is None:
+            return tuple(whole)
+        if self.dim >= len(whole) or whole[self.dim] != sum(self.parts):
+            return None
+        return (*whole[: self.dim], sum(self.parts) // self.workers, *whole[self.dim + 1 :])
 
     @property
     def layout(self) -> str:
@@ -86,6 +100,17 @@ def common_pieces(spec: ShardSpec, tensor: torch.Tensor, cuts: CutPoints) -> dic
             if (at := spec.local_index(dim, begin)) is not None
         ]
     return {", ".join((spec.name, *places)): piece for places, piece in pieces}
+
+
+def copy_common(
+    source: ShardSpec, source_tensor: torch.Tensor, target: ShardSpec, target_tensor: torch.Tensor
+) -> None:
+    """Write into a slice of a tensor what another slice of it has in common with it."""
+    cuts = _cut_points([source, target])
+    pieces = common_pieces(source, source_tensor, cuts)
+    for place, piece in common_pieces(target, target_tensor, cuts).items():
+        if place in pieces:
+            piece.copy_(pieces[place])
 
 
 def _cut_points(specs: Collection[ShardSpec]) -> CutPoints:

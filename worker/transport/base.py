@@ -187,7 +187,7 @@ class Transport(Protocol):
         """Sum `tensor` over the group, in place."""
 
     def start_all_reduce(self, group: str, tensor: torch.Tensor) -> Callable[[], None] | None:
-        """As `all_reduce`, but only started on CPU: what it returns blocks until the sum is there, once."""
+        """Start an `all_reduce`: on CPU what it returns blocks until the sum is there, once."""
 
     def start_reduce_scatter(
         self, group: str, out: torch.Tensor, tensor: torch.Tensor
@@ -245,6 +245,11 @@ def closing_transport(transport: Transport) -> Iterator[None]:
         raise
     finally:
         transport.close()
+
+
+def real_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers, complex ones as pairs in a further dimension: what norms and libraries of collectives take."""
+    return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
 
 
 def dense_for_sum(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None] | None]:

@@ -42,19 +42,18 @@ class GlooTransport(RendezvousTransport):
         *,
         mesh: str,
         worker: int,
-        store_host: str,
-        store_port: int,
+        store: tuple[str, int],
         host: str | None = None,
         connect_timeout_s: float = 60.0,
+        join_timeout_s: float | None = None,
         prefix: str = "",
     ):
         super().__init__(
             topology,
             mesh=mesh,
             worker=worker,
-            store_host=store_host,
-            store_port=store_port,
-            connect_timeout_s=connect_timeout_s,
+            store=store,
+            join_timeout_s=connect_timeout_s if join_timeout_s is None else join_timeout_s,
             prefix=prefix,
         )
         self._host = host
@@ -70,17 +69,17 @@ class GlooTransport(RendezvousTransport):
     def connect(self, groups: Mapping[str, tuple[int, ...]], lanes: tuple[tuple[str, str], ...]) -> None:
         """Raises ConnectError naming who is missing."""
         self._alone = frozenset(name for name, ranks in groups.items() if len(ranks) == 1)
-        remaining_s = self._rendezvous.join()
+        self._rendezvous.join()
         try:
             self._device = self._make_device()
             for source, target, name, ranks in self._own_lanes(lanes):
-                pair = self._make_group(name, ranks, remaining_s)
+                pair = self._make_group(name, ranks, self._connect_timeout_s)
                 if ranks[0] == self._rank:
                     self._sends[target] = pair
                 else:
                     self._receives[source] = pair
             for name, ranks in self._own_groups(groups):
-                self._groups[name] = self._make_group(f"group/{name}", ranks, remaining_s)
+                self._groups[name] = self._make_group(f"group/{name}", ranks, self._connect_timeout_s)
         except RuntimeError as error:
             raise ConnectError(
                 f"{self.topology.name(self._rank)} could not connect to its peers within "

@@ -51,6 +51,21 @@ def check_nccl_versions(of_torch: tuple[int, ...], of_cupy: int) -> None:
         )
 
 
+@dataclass(frozen=True)
+class NcclLibrary:
+    """NCCL as this process has it: cupy's bindings, the version that torch was built for, torch's current stream."""
+
+    nccl: Any
+    torch_version: tuple[int, ...]
+    stream_pointer: Callable[[], int]
+
+    @classmethod
+    def load(cls) -> NcclLibrary:
+        """The installed one. ConnectError where cupy or its library is missing."""
+        nccl = load_nccl()
+        return cls(nccl, torch.cuda.nccl.version(), lambda: torch.cuda.current_stream().cuda_stream)
+
+
 def load_nccl() -> Any:
     """cupy.cuda.nccl; ConnectError where it or its library is missing."""
     try:
@@ -116,10 +131,10 @@ class NcclSettings:
 
 
 class NcclTransport(RendezvousTransport):
-    """One GPU's end of all its transfers. Construct it after the device has been chosen.
+    """One GPU's end of all its transfers. Construct it after the device has been chosen, and other NcclSettings than the
+    default have been applied.
 
-    `nccl`, `torch_version` and `stream_pointer` are cupy.cuda.nccl, torch's NCCL version and torch's
-    current stream unless a test brings its own.
+    `library` is that of cupy and torch unless a test brings its own.
     """
 
     def __init__(
@@ -128,28 +143,25 @@ class NcclTransport(RendezvousTransport):
         *,
         mesh: str,
         worker: int,
-        store_host: str,
-        store_port: int,
+        store: tuple[str, int],
         connect_timeout_s: float = 120.0,
+        join_timeout_s: float | None = None,
         prefix: str = "",
-        settings: NcclSettings | None = None,
-        nccl: Any = None,
-        torch_version: tuple[int, ...] | None = None,
-        stream_pointer: Callable[[], int] | None = None,
+        library: NcclLibrary | None = None,
     ):
-        (settings or NcclSettings()).apply()
+        NcclSettings().apply()
         super().__init__(
             topology,
             mesh=mesh,
             worker=worker,
-            store_host=store_host,
-            store_port=store_port,
-            connect_timeout_s=connect_timeout_s,
+            store=store,
+            join_timeout_s=connect_timeout_s if join_timeout_s is None else join_timeout_s,
             prefix=prefix,
         )
-        self._nccl = nccl if nccl is not None else load_nccl()
-        check_nccl_versions(torch_version or torch.cuda.nccl.version(), self._nccl.get_version())
-        self._stream_pointer = stream_pointer or (lambda: torch.cuda.current_stream().cuda_stream)
+        self._connect_timeout_s = connect_timeout_s
+        library = library or NcclLibrary.load()
+        check_nccl_versions(library.torch_version, library.nccl.get_version())
+        self._nccl, self._stream_pointer = library.nccl, library.stream_pointer
         self._sends: dict[str, Any] = {}
         self._receives: dict[str, Any] = {}
         self._groups: dict[str, Any] = {}
@@ -165,7 +177,8 @@ class NcclTransport(RendezvousTransport):
         first call on a communicator blocks the host. A peer that dies while they are made blocks for ever; the driver
         kills."""
         self._alone = frozenset(name for name, ranks in groups.items() if len(ranks) == 1)
-        ends_s = time.monotonic() + self._rendezvous.join()
+        self._rendezvous.join()
+        ends_s = time.monotonic() + self._connect_timeout_s
         try:
             self._connect(groups, lanes, ends_s)
         except BaseException:

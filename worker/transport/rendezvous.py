@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import itertools
 import json
 import os
 import socket
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -85,7 +87,8 @@ class Seal:
 
 
 class Rendezvous:
-    """One worker's view of the store. `prefix` keeps several pipelines apart in one store."""
+    """One worker's view of the store, at which all are within `timeout_s`. `prefix` keeps several pipelines apart in one
+    store."""
 
     def __init__(
         self, topology: Topology, *, rank: int, host: str, port: int, timeout_s: float, prefix: str = ""
@@ -98,10 +101,8 @@ class Rendezvous:
         self._seal = Seal(os.environ.get(SECRET_VARIABLE, ""), prefix)
         self.store: dist.Store | None = None
 
-    def join(self) -> float:
-        """Open the store and wait until every worker has; the seconds that are left for connecting.
-
-        ConnectError names who is missing."""
+    def join(self) -> None:
+        """Open the store and wait until every worker has. ConnectError names who is missing."""
         deadline = time.monotonic() + self._timeout_s
         self.store = self._open()
         self.store.set(f"joined/{self._rank}", "1")
@@ -109,7 +110,7 @@ class Rendezvous:
         while True:
             missing = [rank for rank in missing if not self.store.check([f"joined/{rank}"])]
             if not missing:
-                return max(1.0, deadline - time.monotonic())
+                return
             if failure := self.failure():
                 raise ConnectError(f"{failure.origin} gave up: {failure.reason}")
             if time.monotonic() > deadline:
@@ -175,8 +176,28 @@ class Rendezvous:
         return dist.PrefixStore(self._prefix, store) if self._prefix else store
 
 
+def in_rounds(lanes: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The same lanes in an order in which many connect at once: round by round, in each of which a mesh has one at most.
+
+    A greedy edge colouring: at most 2Δ − 1 rounds, where no mesh has more than Δ lanes (in sorted order a chain of meshes
+    would connect one pair after the other). The same on every worker for the same lanes.
+    """
+    taken: dict[str, set[int]] = defaultdict(set)
+    rounds: list[list[tuple[str, str]]] = []
+    for lane in lanes:
+        used = taken[lane[0]] | taken[lane[1]]
+        number = next(number for number in itertools.count() if number not in used)
+        if number == len(rounds):
+            rounds.append([])
+        rounds[number].append(lane)
+        for mesh in lane:
+            taken[mesh].add(number)
+    return [lane for one in rounds for lane in one]
+
+
 class RendezvousTransport:
-    """A transport between processes whose messages, progress and failures travel over the rendezvous.
+    """A transport between processes whose messages, progress and failures travel over the rendezvous, where all its
+    workers arrive within `join_timeout_s`.
 
     Subclasses move tensors: they add connect, send, receive, all_reduce, abort and close.
     """
@@ -187,9 +208,8 @@ class RendezvousTransport:
         *,
         mesh: str,
         worker: int,
-        store_host: str,
-        store_port: int,
-        connect_timeout_s: float,
+        store: tuple[str, int],
+        join_timeout_s: float,
         prefix: str = "",
     ):
         self.topology = topology
@@ -199,9 +219,9 @@ class RendezvousTransport:
         self._rendezvous = Rendezvous(
             topology,
             rank=self._rank,
-            host=store_host,
-            port=store_port,
-            timeout_s=connect_timeout_s,
+            host=store[0],
+            port=store[1],
+            timeout_s=join_timeout_s,
             prefix=prefix,
         )
 
@@ -227,7 +247,7 @@ class RendezvousTransport:
         self, lanes: tuple[tuple[str, str], ...]
     ) -> Iterator[tuple[str, str, str, tuple[int, int]]]:
         """Source, target, name and ranks of each connection that ends here, in the agreed order."""
-        for source, target in lanes:
+        for source, target in in_rounds(lanes):
             ranks = (self.topology.rank_of(source, self.worker), self.topology.rank_of(target, self.worker))
             if self._rank in ranks:
                 one = self.topology.is_worker(source)

@@ -138,4 +138,4 @@ def _deferred(call: Callable[..., object], *arguments: object) -> Callable[[], N
 
 
 def _already_started() -> None:
-    """Does nothing: the exchange of another test has started this one."""
+    """A start that moves nothing: the exchange of another test has started this one."""

@@ -51,7 +51,7 @@ def test_of_many_divisors_few_are_tried_that_cover_the_range(batch):
 
 
 def test_a_batch_that_the_workers_cannot_share_is_refused_with_the_way_out():
-    with pytest.raises(ValueError, match=r"global_batch 10 .*workers_per_mesh 4.*multiple of 4"):
+    with pytest.raises(ValueError, match=r"global_batch 10 .*by 4 data-parallel workers .*multiple of 4"):
         microbatch_counts(job(batch=10, workers=4))
 
 

@@ -32,7 +32,6 @@ WHOLE = {
         "columns": {"input_ids": "tokens", "labels": "tokens"},
         "shuffle": False,
         "at_end": "stop",
-        "skip_limit_s": 60.0,
         "loader": {"workers": 2, "prefetch": 4, "pin_memory": False, "timeout_s": 30.0},
         "collate": {"factory": "transformers:default_data_collator"},
     },
@@ -55,9 +54,17 @@ WHOLE = {
         "non_finite": "skip",
         "check_trace": False,
     },
-    "pipeline": {"stages": 2, "cut": ["a", "b"], "schedule": "1f1b", "overlap": False, "recompute": ["s1"]},
+    "pipeline": {
+        "stages": 2,
+        "cut": ["a", "b"],
+        "schedule": "1f1b",
+        "overlap": False,
+        "recompute": ["s1"],
+        "replan": "off",
+    },
     "resources": {"meshes": 2, "workers_per_mesh": 2, "device": "cpu", "memory_per_worker": 2**30},
     "checkpoint": {"uri": "s3://bucket/c", "every_steps": 5, "keep": 3},
+    "tracking": [{"to": "wandb", "project": "language"}, {"factory": "mine:make", "args": {"place": "here"}}],
     "code": {"working_dir": None, "pip": ["einops"]},
 }
 
@@ -75,6 +82,7 @@ WHOLE = {
         (parsed.Pipeline, jobs.Pipeline),
         (parsed.Resources, jobs.Resources),
         (parsed.CheckpointPolicy, jobs.Checkpoint),
+        (parsed.TrackerSpec, spec_job.Tracker),
         (parsed.Code, jobs.Code),
     ],
 )
@@ -112,6 +120,7 @@ def test_a_job_that_the_control_plane_stored_is_read_whole(given):
     assert set(stored) - {one.name for one in fields(Job)} == only_the_control_plane_reads
     found = asdict(job)
     found["code"]["pip"] = list(found["code"]["pip"])
+    found["tracking"] = list(found["tracking"])
     found["model"]["freeze"] = list(found["model"]["freeze"])
     groups = found["optimizer"]["groups"]
     found["optimizer"]["groups"] = [{"match": list(one["match"]), **one["settings"]} for one in groups]

@@ -14,7 +14,15 @@ import pytest
 
 from service.jobs.log_lines import written_at
 from worker.contract import logs
-from worker.contract.logs import JsonFormatter, TraceParent, bind_process_fields, log_fields, set_up_logging
+from worker.contract.logs import (
+    JsonFormatter,
+    LogCopy,
+    SecretMask,
+    TraceParent,
+    bind_process_fields,
+    log_fields,
+    set_up_logging,
+)
 
 TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
@@ -121,3 +129,33 @@ def test_who_reads_since_a_time_finds_it_at_the_begin_of_a_line_wherever_the_pro
     written = written_at(ran.stderr)
     assert written is not None, ran.stderr
     assert before <= written <= datetime.now(UTC)
+
+
+def logged_to(path, mask: SecretMask, *messages: str) -> None:
+    copy = LogCopy(str(path), mask)
+    for message in messages:
+        copy.handle(logging.LogRecord("worker.x", logging.INFO, "x.py", 1, message, (), None))
+    copy.close()
+
+
+def test_lines_are_copied_as_json_with_what_they_are_about_and_without_secrets(tmp_path):
+    path, mask = tmp_path / "stdout", SecretMask()
+    path.write_text("before\n")
+    mask.hide(["correct horse"])
+    bind_process_fields(job="job-a", attempt=2)
+    logged_to(path, mask, "step 1", "the key is correct horse")
+    before, first, second = path.read_text().splitlines()
+    assert before == "before" and "horse" not in second
+    assert (json.loads(first)["message"], json.loads(first)["job"]) == ("step 1", "job-a")
+
+
+def test_a_reader_that_does_not_read_makes_nothing_wait(tmp_path):
+    path = tmp_path / "stdout"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    logged_to(path, SecretMask(), *["x" * 1000] * 200)  # a pipe holds 64 KiB
+    taken = os.read(reader, 1 << 20)
+    os.close(reader)
+    assert 0 < taken.count(b"x" * 1000) < 200
+    with pytest.raises(OSError):
+        LogCopy(str(path), SecretMask())

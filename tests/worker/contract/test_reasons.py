@@ -12,8 +12,8 @@ import pytest
 from ray.exceptions import RayError, RayTaskError
 
 from worker.contract import reasons
-from worker.contract.failures import CAUSE_PRECEDENCE, AttemptFailure, as_failure, attributed_to
-from worker.contract.reasons import Cause, Reason, UnknownReasonError, cause_of
+from worker.contract.failures import AttemptFailure, as_failure, attributed_to
+from worker.contract.reasons import CAUSE_PRECEDENCE, Cause, Reason, UnknownReasonError, cause_of
 from worker.transport.base import EngineError
 
 TREE = Path(__file__).parents[3]

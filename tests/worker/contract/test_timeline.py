@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.service.scheduler.timelines import timeline_metrics
-from worker.contract.timeline import summarise
+from worker.contract.timeline import launch_message, read_launch_message, summarise
 
 
 def slot(mesh, lane, action, start, end):
@@ -68,3 +68,9 @@ def test_planned_and_measured_timelines_are_summed_by_the_same_formulas(rest, fi
     measured, planned = summarise(slots), timeline_metrics(slots)
     for field in ("makespan_s", "span_s", "bubble_ratio", "exposed_transfer_s", "overlap_ratio"):
         assert getattr(measured, field) == pytest.approx(getattr(planned, field))
+
+
+def test_a_message_of_a_launch_is_read_as_its_phase_and_seconds():
+    assert launch_message("first step", 1.5) == "first step took 1.500 s"
+    assert read_launch_message("first step took 1.500 s") == ("first step", 1.5)
+    assert read_launch_message("the first step took long") is None

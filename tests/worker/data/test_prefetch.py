@@ -5,46 +5,42 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-import time
 
 import pytest
 import torch
 
+from tests.polling import until
 from worker.data.prefetch import DeviceStaging, Prefetcher, ReadTooSlowError
 from worker.model.rng import RNG_LOCK, FairLock
-
-
-def until(condition, limit_s=10.0):
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def reader(read, *, steps=2, last=100, limit_s=10.0):
     return Prefetcher(read, steps=steps, last=last, limit_s=limit_s)
 
 
+def rests(ahead):
+    """True while the reading thread sleeps until somebody wakes it, which only the caller of this does."""
+    with ahead._changed:
+        return bool(ahead._changed._waiters)
+
+
 def test_so_many_steps_are_read_ahead_and_none_after_the_last():
     seen = []
     ahead = reader(lambda step: seen.append(step) or step, last=6)
     assert ahead.take(1) == 1
-    until(lambda: seen == [1, 2, 3])
-    time.sleep(0.05)
+    until(lambda: rests(ahead))
     assert seen == [1, 2, 3], "one is in use, two are ahead"
     assert [ahead.take(step) for step in range(2, 7)] == [2, 3, 4, 5, 6]
-    time.sleep(0.05)
+    until(lambda: rests(ahead))
     assert seen == [1, 2, 3, 4, 5, 6]
     assert ahead.close()
 
 
 def test_reading_goes_on_while_the_taker_computes():
-    ahead = reader(lambda step: time.sleep(0.1) or step)
+    ahead = reader(lambda step: step)
     ahead.take(1)
-    time.sleep(0.25)
-    began = time.monotonic()
-    assert (ahead.take(2), ahead.take(3)) == (2, 3)
-    assert time.monotonic() - began < 0.09
+    until(lambda: rests(ahead))
+    assert (ahead.take(2, limit_s=0.0), ahead.take(3, limit_s=0.0)) == (2, 3), "they are there, nobody waits"
     ahead.close()
 
 
@@ -101,19 +97,18 @@ def test_turns_are_taken_by_both_who_want_them():
         while not stop.is_set():
             with turns:
                 taken[0] += 1
-                time.sleep(0.001)
+                until(lambda: turns._next.locked() or stop.is_set())  # until the other one waits
 
     thread = threading.Thread(target=greedy)
     thread.start()
-    until(lambda: taken[0] > 3)
-    before = taken[0]
+    until(lambda: taken[0] > 0)
     for _ in range(20):
         with turns:
             pass
-    others = taken[0] - before
+    others = taken[0]
     stop.set()
     thread.join()
-    assert others <= 60, "who waits comes next, or nearly"
+    assert others <= 21, "who waits comes next"
 
 
 def test_a_data_set_that_seeds_and_draws_never_meets_another_user_of_the_generators():

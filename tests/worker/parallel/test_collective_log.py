@@ -12,7 +12,7 @@ import torch
 from tests.worker.cuda_workers import Watched
 from tests.worker.engine.engine_support import LocalPipeline, batch, chain, serial_programs
 from worker.contract.buckets import is_bucket
-from worker.engine import engine as engine_module
+from worker.engine import lowering
 from worker.parallel.collective_log import CollectiveLog
 from worker.transport.base import EngineError, Topology
 from worker.transport.gloo import GlooTransport
@@ -48,14 +48,14 @@ def later(bucketed):
 @pytest.fixture
 def one_has_another_order(monkeypatch):
     """Of the engines that are made, m0/1's sums its buckets in another order; they are equally large."""
-    made, real = [], engine_module.with_buckets
+    made, real = [], lowering.with_buckets
 
     def with_buckets(program, gradients):
         made.append(program)
         bucketed = real(program, gradients)
         return later(bucketed) if len(made) == 2 else bucketed
 
-    monkeypatch.setattr(engine_module, "with_buckets", with_buckets)
+    monkeypatch.setattr(lowering, "with_buckets", with_buckets)
 
 
 @pytest.fixture(params=["gloo", "nccl"])
@@ -69,7 +69,7 @@ def transports(request, monkeypatch):
         def transport(mesh, worker):
             if watch is not None:
                 return watch.transport(topology, mesh, worker, store.port)
-            where = {"store_host": "127.0.0.1", "store_port": store.port, "host": "127.0.0.1"}
+            where = {"store": ("127.0.0.1", store.port), "host": "127.0.0.1"}
             return GlooTransport(topology, mesh=mesh, worker=worker, **where)
 
         made.append(store)

@@ -120,6 +120,7 @@ def test_a_worker_that_never_came_is_named():
     assert "it waits for m0/1; m0/1 has said nothing" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "slot"), [(2, "0F0"), (3, "0B0")])
 def test_a_worker_that_is_in_the_slot_and_not_yet_at_the_sum_is_named(number, slot):
     said = str(end_of(block_at=number))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker.checks.replicas import Fingerprint, checksums, tensor_mismatch
-from worker.parallel.shard_spec import ShardSpec, common_cuts, common_pieces
+from worker.parallel.shard_spec import ShardSpec, common_cuts, common_pieces, copy_common
 from worker.parallel.tensor.placement import Split
 
 SHAPE = (24, 12)
@@ -52,6 +52,18 @@ def test_every_element_is_compared_by_all_that_have_it(ways, changed, of):
     wrong = [other if n == of % len(ways) else whole for n in range(len(ways))]
     said = told(wrong)
     assert said is not None and said.count("along dimension") == len({w[0] for w in ways if w})
+
+
+@pytest.mark.parametrize("source", WAYS)
+@pytest.mark.parametrize("target", WAYS)
+def test_slices_of_one_layout_are_filled_from_those_of_another(source, target):
+    whole = torch.arange(math.prod(SHAPE)).view(SHAPE)
+    for spec, expected in shared(target, whole):
+        assert spec.local_shape(SHAPE) == expected.shape
+        found = torch.full(expected.shape, -1)
+        for held, tensor in shared(source, whole):
+            copy_common(held, tensor, spec, found)
+        assert torch.equal(found, expected)
 
 
 def test_what_all_share_alike_is_compared_as_it_is():

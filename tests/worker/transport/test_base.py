@@ -9,7 +9,7 @@ from tests.worker.at_once import at_once
 from tests.worker.transport.fake_nccl import FakeNccl
 from worker.transport.base import Topology
 from worker.transport.gloo import GlooTransport
-from worker.transport.nccl import NcclTransport
+from worker.transport.nccl import NcclLibrary, NcclTransport
 from worker.transport.rendezvous import host_store
 
 MESHES = ("m0", "m1")
@@ -22,11 +22,11 @@ def pair(request, monkeypatch):
     store, nccl = host_store("127.0.0.1"), FakeNccl()
 
     def make(mesh):
-        where = {"mesh": mesh, "worker": 0, "store_host": "127.0.0.1", "store_port": store.port}
+        where = {"mesh": mesh, "worker": 0, "store": ("127.0.0.1", store.port)}
         if request.param == "gloo":
             return GlooTransport(Topology(MESHES), host="127.0.0.1", **where)
-        library = {"nccl": nccl, "torch_version": (2, 28, 9), "stream_pointer": lambda: 7}
-        return NcclTransport(Topology(MESHES), **where, **library)
+        library = NcclLibrary(nccl, (2, 28, 9), lambda: 7)
+        return NcclTransport(Topology(MESHES), library=library, **where)
 
     made = {mesh: make(mesh) for mesh in MESHES}
     lanes = (("m0", "m1"), ("m1", "m0"))

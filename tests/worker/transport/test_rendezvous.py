@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from worker.transport.base import Topology
 from worker.transport.rendezvous import (
     SECRET_VARIABLE,
     STORE_TIMEOUT,
     Rendezvous,
+    RendezvousTransport,
     host_store,
+    in_rounds,
     serve_rendezvous,
 )
 
@@ -45,6 +51,45 @@ def join(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch, secrets: tuple[s
     for worker in workers:
         worker.join()
     return workers
+
+
+MESHES = [f"m{k}" for k in range(8)]
+
+
+@given(
+    st.sets(
+        st.tuples(st.sampled_from(MESHES), st.sampled_from(MESHES)).filter(lambda lane: lane[0] != lane[1])
+    )
+)
+def test_lanes_connect_in_few_rounds_in_each_of_which_a_mesh_has_one(drawn):
+    """The seconds that an ideal machine takes: a mesh makes its own one after the other, both ends at once."""
+    lanes = sorted(drawn)
+    ordered = in_rounds(lanes)
+    assert sorted(ordered) == lanes
+    degree = Counter(mesh for lane in lanes for mesh in lane)
+    assert connecting_s(ordered) <= max(0, 2 * max(degree.values(), default=0) - 1)
+
+
+def test_a_chain_of_meshes_connects_in_as_many_rounds_as_a_mesh_has_lanes():
+    chain = sorted(lane for a, b in itertools.pairwise(MESHES) for lane in ((a, b), (b, a)))
+    assert connecting_s(in_rounds(chain)) == 4 and connecting_s(chain) == 14
+
+
+def test_a_worker_makes_its_connections_in_that_order():
+    chain = sorted(lane for a, b in itertools.pairwise(MESHES) for lane in ((a, b), (b, a)))
+    place = {"worker": 0, "store": ("127.0.0.1", 1), "join_timeout_s": 1.0}
+    end = RendezvousTransport(Topology(tuple(MESHES)), mesh="m4", **place)
+    own = [(source, target) for source, target, *_ in end._own_lanes(tuple(chain))]
+    assert own == [lane for lane in in_rounds(chain) if "m4" in lane] != [x for x in chain if "m4" in x]
+
+
+def connecting_s(lanes: list[tuple[str, str]]) -> int:
+    """When the last of them stands, each takes a second in which both ends are busy."""
+    free_s: Counter[str] = Counter()
+    for lane in lanes:
+        end_s = max(free_s[mesh] for mesh in lane) + 1
+        free_s.update({mesh: end_s - free_s[mesh] for mesh in lane})
+    return max(free_s.values(), default=0)
 
 
 def test_a_store_of_workers_on_one_machine_listens_there_alone():

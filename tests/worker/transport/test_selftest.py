@@ -11,7 +11,7 @@ import torch
 from tests.worker.transport.fake_nccl import FakeNccl
 from tests.worker.transport.test_nccl import run_all
 from worker.transport.base import ConnectError, Topology
-from worker.transport.nccl import NcclTransport
+from worker.transport.nccl import NcclLibrary, NcclTransport
 from worker.transport.rendezvous import host_store
 
 TOPOLOGY = Topology(("m0", "m1"), (2, 1))
@@ -28,11 +28,8 @@ def connect(nccl):
             TOPOLOGY,
             mesh=name[:2],
             worker=int(name[3:]),
-            store_host="127.0.0.1",
-            store_port=store.port,
-            nccl=nccl,
-            torch_version=(2, 28, 9),
-            stream_pointer=lambda: 77,
+            store=("127.0.0.1", store.port),
+            library=NcclLibrary(nccl, (2, 28, 9), lambda: 77),
         )
         for name in EVERYBODY
     }

@@ -91,7 +91,7 @@ def check_tensor_plan(plan: Mapping[str, str] | None, names: Sequence[str], work
     if plan is None:
         if not any(style_of(name, None) for name in names):
             raise ModelError(
-                f"resources.tensor is {workers}, and the built-in plan knows none of the model's modules ({shown}): say in "
+                f"parallelism.tp is {workers}, and the built-in plan knows none of the model's modules ({shown}): say in "
                 "resources.tensor_plan which are colwise, rowwise or vocab"
             )
         return
@@ -103,8 +103,8 @@ def check_tensor_plan(plan: Mapping[str, str] | None, names: Sequence[str], work
         )
     if all(style_of(name, plan) in (None, "replicate") for name in names):
         raise ModelError(
-            f"resources.tensor is {workers}, and resources.tensor_plan shares no module of the model ({shown}): say which "
-            "are colwise, rowwise or vocab, or set tensor to 1"
+            f"parallelism.tp is {workers}, and resources.tensor_plan shares no module of the model ({shown}): say which "
+            "are colwise, rowwise or vocab, or set tp to 1"
         )
 
 

@@ -190,6 +190,8 @@ def attention(rw: Rewriter, node: fx.Node) -> ShardedValue | None:
     bound = bound_arguments(node)
     query, key, value, mask = bound["query"], bound["key"], bound["value"], bound.get("attn_mask")
     splits = [rw.split_of(one) for one in (query, key, value)]
+    if bound.get("enable_gqa"):
+        _refuse_split_inside_heads(rw, node, key, value)
     if bound.get("dropout_p") or any(split is None for split in splits) or len({s.dim for s in splits}) > 1:
         return None
     dim, rank = splits[0].dim, len(rw.shape(query))
@@ -202,6 +204,20 @@ def attention(rw: Rewriter, node: fx.Node) -> ShardedValue | None:
         given[mask] = rw.copied_to_group(mask) if whole else rw.scattered(mask, splits[0].along(of_mask))
     origins = frozenset().union(*(split.origins for split in splits))
     return rw.copy(node, given, splits[0].with_origins(origins))
+
+
+def _refuse_split_inside_heads(rw: Rewriter, node: fx.Node, *operands: fx.Node) -> None:
+    """Remember keys or values whose several heads the number of ranks does not divide, so that each head is split."""
+    for one in operands:
+        split, heads, last = rw.split_of(one), rw.shape(one)[-3], len(rw.shape(one)) - 1
+        if split is None or split.dim != last or heads == 1:
+            continue
+        try:
+            Split(last - 2, (heads,), split.origins).check(
+                rw.group.workers, f"{node.name}, of the {heads} heads that {_origin_names(split)} makes"
+            )
+        except LayoutError as error:
+            rw.gathered.refused.append(error)
 
 
 def pointwise(rw: Rewriter, node: fx.Node) -> ShardedValue | None:

@@ -1,15 +1,14 @@
-"""TensorParallelShards: the shards of one rank's parameters, gathered to whole state and taken apart again.
+"""TensorParallelShards: the shards of one rank's parameters, what it counts of them and what its group has in common.
 
 Counts for global sums what a rank owns (its shards, and replicated parameters on the first rank only) and
 averages the gradients of replicated parameters, so that their copies stay equal to the bit: on CUDA additions
-by atomics, on CPU processors of two kinds would drive them apart. All ranks of the group call state functions
-at the same time and gather in one order. Also builds a mesh's tensor-parallel stages from the job's plan,
-refusing a parameter that two stages split differently. Must not know optimizers, data or the driver.
+by atomics, on CPU processors of two kinds would drive them apart. Also builds a mesh's tensor-parallel stages
+from the job's plan, refusing a parameter that two stages split differently. Must not know optimizers, data or the driver.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -93,49 +92,20 @@ class TensorParallelShards:
             for gradient, part in zip(replicated, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
 
-    def whole_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of a mesh with whole tensors; all ranks of the group call this, and gather in one order."""
-        parameters = {
-            name: self._group.gather(tensor, split) if (split := self._splits.get(name)) else tensor
-            for name, tensor in sorted(state["parameters"].items())
-        }
-        optimizer = {
-            name: {key: self._whole(name, key, value, state) for key, value in sorted(entry.items())}
-            for name, entry in sorted(state["optimizer"].items())
-        }
-        return {**state, "parameters": parameters, "optimizer": optimizer}
-
-    def part_of_state(self, state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-        """This rank's shards of `names` from a state with whole tensors."""
-        parameters = {
-            name: self.part(name, tensor) for name, tensor in state["parameters"].items() if name in names
-        }
-        optimizer = {
-            name: {
-                key: self.part(name, value) if _has_same_shape(value, state["parameters"][name]) else value
-                for key, value in entry.items()
-            }
-            for name, entry in state["optimizer"].items()
-            if name in names
-        }
-        return {**state, "parameters": parameters, "optimizer": optimizer}
-
-    def _whole(self, name: str, key: str, value: Any, state: Mapping[str, Any]) -> Any:
-        split = self._splits.get(name)
-        if split is None or not isinstance(value, torch.Tensor) or value.dim() == 0:
-            return value
-        parameter = state["parameters"][name]
-        if not _has_same_shape(value, parameter):
-            raise ValueError(
-                f"the optimizer keeps {key!r} of shape {list(value.shape)} for {name!r}, of which each worker has a part of "
-                f"shape {list(parameter.shape)}: with `tensor` use an optimizer whose state has the "
-                "shape of its parameters, as SGD, Adam and AdamW"
-            )
-        return self._group.gather(value.to(parameter.device), split).to(value.device)
-
-
-def _has_same_shape(value: Any, parameter: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == parameter.shape
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """ValueError for optimizer state of which nobody can tell which slice of the whole a rank has: a value of a split
+        parameter that is no single number and has not the shape of the rank's shard."""
+        for name, entry in state["optimizer"].items():
+            if name not in self._splits:
+                continue
+            parameter = state["parameters"][name]
+            for key, value in entry.items():
+                if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:
+                    raise ValueError(
+                        f"the optimizer keeps {key!r} of shape {list(value.shape)} for {name!r}, of which each worker has a "
+                        f"part of shape {list(parameter.shape)}: with `tensor` use an optimizer whose state has the "
+                        "shape of its parameters, as SGD, Adam and AdamW"
+                    )
 
 
 @attributed_to(Reason.PLAN_INFEASIBLE)

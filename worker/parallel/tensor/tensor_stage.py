@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from worker.model.export import fake_values
-from worker.model.stages import StageModule
+from worker.model.stages import StageInput, StageModule
 from worker.parallel.tensor.graph_collectives import TensorGroup
 from worker.parallel.tensor.placement import LayoutError, Split, UnevenError
 from worker.parallel.tensor.plans import candidate_parts, split_parameters
@@ -118,14 +118,13 @@ def _with_body(body: fx.GraphModule, stage: StageModule) -> StageModule:
     return StageModule(
         body,
         index=stage.index,
-        inputs=stage.inputs,
+        inputs=list(map(StageInput, stage.inputs, stage.input_shapes, stage.input_dtypes)),
         outputs=stage.outputs,
-        input_shapes=stage.input_shapes,
-        input_dtypes=stage.input_dtypes,
         original_names=_without_body_prefix(stage.original_names),
         tensor_names={
             k: name for k, name in _without_body_prefix(stage.tensor_names).items() if hasattr(body, k)
         },
+        autocast=stage.autocast,
     )
 
 
@@ -134,11 +133,14 @@ def _without_body_prefix(names: Mapping[str, str]) -> dict[str, str]:
 
 
 def _fake_values_of(stage: StageModule) -> dict[fx.Node, Any]:
+    """The values of a stage's nodes as CPU's autocast gives them: the shapes are those of any device, and no operator is
+    given tensors of two types that autocast makes one."""
     inputs = [
         torch.empty(shape, dtype=dtype)
         for shape, dtype in zip(stage.input_shapes, stage.input_dtypes, strict=True)
     ]
-    return fake_values(stage.body, inputs, with_real=True)
+    entered = torch.autocast("cpu", dtype=stage.autocast, enabled=stage.autocast is not None)
+    return fake_values(stage.body, inputs, entered, with_real=True)
 
 
 def _origin_module(split: Split) -> str:

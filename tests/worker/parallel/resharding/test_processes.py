@@ -31,7 +31,7 @@ def _worker(name: str, port: int, pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     transport = GlooTransport(
-        Topology(NAMES), mesh=name, worker=0, store_host="127.0.0.1", store_port=port, host="127.0.0.1"
+        Topology(NAMES), mesh=name, worker=0, store=("127.0.0.1", port), host="127.0.0.1"
     )
     with closing_transport(transport):
         transport.connect({}, tuple(permutations(NAMES, 2)))

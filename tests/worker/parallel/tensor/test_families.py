@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.tiers import some_by_day
 from tests.worker.parallel.tensor.beside_one import TOKENS, check_equal, mean_square
 from worker.model.interface import adapt_model
 
@@ -49,7 +50,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@some_by_day("name", FAMILIES, by_day=3)
 def test_a_family_shares_its_matrices(name):
     transformers = pytest.importorskip("transformers")
     config, arguments, parts = FAMILIES[name]

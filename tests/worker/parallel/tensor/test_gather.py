@@ -18,7 +18,7 @@ from worker.transport.rendezvous import host_store
 def connected(workers):
     """Ends of one mesh over gloo, a thread each."""
     store = host_store("127.0.0.1")
-    where = {"store_host": "127.0.0.1", "store_port": store.port, "host": "127.0.0.1"}
+    where = {"store": ("127.0.0.1", store.port), "host": "127.0.0.1"}
     ends = [GlooTransport(Topology(("m0",), workers), mesh="m0", worker=w, **where) for w in range(workers)]
     each(ends, lambda _, end: end.connect({"g": tuple(range(workers))}, ()))
     return store, ends

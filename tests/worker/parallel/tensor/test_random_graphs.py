@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
+from tests.tiers import some_by_day
 from tests.worker.parallel.tensor.beside_one import check_equal
 from worker.parallel.tensor.placement import LayoutError
 
@@ -193,7 +193,7 @@ def beside_one(seed):
     )
 
 
-@pytest.mark.parametrize("seed", range(8))
+@some_by_day("seed", range(8), by_day=3)
 def test_a_random_graph_is_that_of_one_worker_or_refused_by_name(seed):
     try:
         _, shared = beside_one(seed)
