@@ -19,6 +19,7 @@ import torch
 from worker.contract.failures import leave_breadcrumb
 from worker.contract.program import COMPUTE_LANE, COMPUTE_OPS, RECEIVE_OPS, SEND_OPS, Instruction, Program
 from worker.engine.lanes.base import Action, Finish, chain_finish
+from worker.engine.lowering import LoweredProgram
 from worker.engine.optim.reduce_and_step import ModelUpdate
 from worker.engine.reshardings import Reshardings
 from worker.engine.results import StageError
@@ -55,31 +56,27 @@ class ReceiveBuffers:
 class Actions:
     """The actions of one mesh.
 
-    `runners` are by stage; `gradient_buckets` has the names of the parameters that a REDUCE instruction sums, and
-    `releases` the sends whose tensors a compute instruction drops, both by the index of the instruction.
+    `runners` are by stage.
     """
 
     def __init__(
         self,
-        program: Program,
+        program: LoweredProgram,
         *,
         routes: Mapping[int, Route],
-        microbatches: int,
         buffers: ReceiveBuffers,
         state: StepState,
         runners: Mapping[int, StageRunner],
         update: ModelUpdate,
         transport: Transport,
-        gradient_buckets: Mapping[int, tuple[str, ...]],
-        releases: Mapping[int, tuple[int, ...]],
         reshardings: Reshardings,
     ):
-        self._program = program
+        self._program = program.instructions
         self._reshardings = reshardings
-        self._gradient_buckets = gradient_buckets
-        self._releases = releases
+        self._gradient_buckets = program.buckets
+        self._releases = program.released_before
         self._routes = routes
-        self._microbatches = microbatches
+        self._microbatches = program.microbatches
         self._buffers = buffers
         self._state = state
         self._runners = runners

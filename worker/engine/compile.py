@@ -21,57 +21,22 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from worker.engine.engine import Engine
-from worker.engine.forward import compute_context, drop_casts
+from worker.engine.forward import Piece, compute_context, drop_casts, pieces_of
 from worker.engine.routes import ModelInput, StageWiring
 from worker.engine.stage import StageRunner
-from worker.model.parity import Tolerance, compare, gradient_floor, tolerance_for
+from worker.model.parity import Outcome, Tolerance, first_mismatch, tolerance_for
 from worker.model.rng import ReseedBeforeOp, is_random_op
 
 _PIECE_PREFIX = "piece_"
 _MIN_OPERATIONS = 2
 """The least operations of a piece: fewer leave nothing to fuse."""
-
-
-class Piece(nn.Module):
-    """One piece of a stage: runs `compiled` where there is one, else `graph` as traced. While `recording`, the arguments of
-    a call are kept in `recorded_arguments`."""
-
-    def __init__(self, graph: fx.GraphModule) -> None:
-        super().__init__()
-        self.graph = graph
-        self.compiled: Callable[..., tuple[Tensor, ...]] | None = None
-        self.recording = False
-        self.recorded_arguments: tuple[Tensor, ...] = ()
-
-    def forward(self, *arguments: Tensor) -> tuple[Tensor, ...]:
-        if self.recording:
-            self.recorded_arguments = arguments
-        return (self.compiled or self.graph)(*arguments)
-
-
-def pieces_of(module: nn.Module) -> list[Piece]:
-    """The pieces inside of `module`, in order."""
-    return [part for part in module.modules() if isinstance(part, Piece)]
-
-
-@contextlib.contextmanager
-def uncompiled(module: nn.Module) -> Iterator[None]:
-    """A context in which nothing inside `module` runs compiled."""
-    before = [(piece, piece.compiled) for piece in pieces_of(module)]
-    for piece, _ in before:
-        piece.compiled = None
-    try:
-        yield
-    finally:
-        for piece, compiled in before:
-            piece.compiled = compiled
 
 
 def split_into_pieces(body: fx.GraphModule) -> list[Piece]:
@@ -184,6 +149,8 @@ def _draws_random(node: fx.Node) -> bool:
     """True for an operation that draws random numbers; dropout with probability 0 does not."""
     if not is_random_op(node):
         return False
+    if node.op == "call_module":
+        return True
     names = [argument.name for argument in node.target._schema.arguments]
     defaults = {a.name: a.default_value for a in node.target._schema.arguments if a.has_default_value()}
     given = defaults | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
@@ -275,6 +242,11 @@ BACKEND = "inductor"
 _SEED = 0
 _AS_TRACED = "runs as traced"
 
+_COMPILER_LOCK = threading.Lock()
+"""Torch's compiler has flags of the process: what two threads compile at once it may leave as it is, and a graph module
+that one thread makes while another compiles is never compiled (dynamo patches torch.fx.graph_module). Jobs have a process a
+worker; `slotline verify` has a thread."""
+
 
 class _MismatchError(RuntimeError):
     """The compiled function differs from the trace."""
@@ -327,25 +299,22 @@ class StageCompiler:
         body = getattr(module, "body", None)
         if self._lack is not None or not isinstance(body, fx.GraphModule):
             return False
-        if self._left_s <= 0:
-            return self._left(name, "the time for compiling was over before it")
-        started = time.monotonic()
         pieces: list[Piece] = []
         try:
-            pieces = split_into_pieces(body)
-            for training in variants:
-                examples = record_arguments(pieces, functools.partial(run, training))
-                # what may be broken off at any place has only copies
-                with time_limit(self._left_s - (time.monotonic() - started)):
-                    for piece, example in zip(pieces, examples, strict=True):
-                        self._try(name, module, piece, example, training)
+            with _COMPILER_LOCK:
+                pieces = split_into_pieces(body)
+            # All forwards come first and without the lock: workers may meet in them.
+            examples = [record_arguments(pieces, functools.partial(run, training)) for training in variants]
+            if self._left_s <= 0:
+                return self._left(name, "the time for compiling was over before it")
+            with _COMPILER_LOCK:
+                self._compile_within_limit(name, module, pieces, dict(zip(variants, examples, strict=True)))
         except OverdueError:
             self._left_s = 0.0
             self._undo(pieces)
             return self._left(
                 name,
-                f"compiling took longer than training.compile_limit_s, {self._limit_s:g} s for all stages of a worker: "
-                "give more, or cut the model into smaller stages",
+                f"compiling took longer than {self._limit_s:g} s for all stages of a worker: cut the model smaller",
             )
         except Exception as error:
             log.warning("%s is not compiled", name, exc_info=True)
@@ -353,10 +322,26 @@ class StageCompiler:
             return self._left(name, _reason_of(error))
         finally:
             drop_casts()
-            self._left_s -= time.monotonic() - started
         for piece in pieces:
             piece.compiled.seal()
         return bool(pieces)
+
+    def _compile_within_limit(
+        self,
+        name: str,
+        module: nn.Module,
+        pieces: Sequence[Piece],
+        examples: Mapping[bool, Sequence[Sequence[Tensor]]],
+    ) -> None:
+        """Compile `pieces` for the arguments that each gets in training or not. Raises OverdueError."""
+        started = time.monotonic()
+        try:
+            with time_limit(self._left_s):  # what may be broken off at any place has only copies
+                for training, arguments in examples.items():
+                    for piece, example in zip(pieces, arguments, strict=True):
+                        self._try(name, module, piece, example, training)
+        finally:
+            self._left_s -= time.monotonic() - started
 
     def refuse(self, name: str, why: str) -> None:
         """Tell that a stage is not compiled."""
@@ -383,11 +368,11 @@ class StageCompiler:
             raise _MismatchError(
                 "torch.compile leaves everything as it is: unset TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE"
             )
-        _compare_outcomes(expected, found, tolerance_for(module, self._autocast, self._device.type))
+        _compare_with_trace(expected, found, tolerance_for(module, self._autocast, self._device.type))
 
     def _run(
         self, function: Callable[..., tuple[Tensor, ...]], example: Sequence[Tensor], training: bool
-    ) -> _Outcome:
+    ) -> Outcome:
         """Run a piece on copies of its arguments, and its backward on random gradients of its outputs."""
         copies = {id(value): value for value in example if isinstance(value, nn.Parameter)}
         leaves = {id(value): value for value in copies.values() if value.requires_grad}
@@ -414,16 +399,13 @@ class StageCompiler:
             with _compile_settings():
                 gradients = torch.autograd.grad(roots, list(leaves.values()), heads, allow_unused=True)
         changed = [one.detach() for one in given if not isinstance(one, nn.Parameter)]
-        return _Outcome([one.detach() for one in made], changed, gradients)
-
-
-class _Outcome:
-    """The outcome of one run of a piece: outputs, its arguments afterwards, and their gradients."""
-
-    def __init__(
-        self, outputs: list[Tensor], changed: list[Tensor], gradients: Sequence[Tensor | None]
-    ) -> None:
-        self.outputs, self.changed, self.gradients = outputs, changed, gradients
+        return Outcome(
+            {
+                **{f"an output {number}": one.detach() for number, one in enumerate(made)},
+                **{f"a buffer {number}": one for number, one in enumerate(changed)},
+            },
+            {f"a gradient {number}": gradient for number, gradient in enumerate(gradients)},
+        )
 
 
 class _CompiledPiece:
@@ -472,32 +454,32 @@ def _compile_settings() -> Iterator[None]:
         yield
 
 
-def _compare_outcomes(expected: _Outcome, found: _Outcome, tolerance: Tolerance) -> None:
-    for what, model, compiled, allowed in (
-        ("an output", expected.outputs, found.outputs, tolerance.values),
-        ("a buffer", expected.changed, found.changed, tolerance.values),
-    ):
-        for one, other in zip(model, compiled, strict=True):
-            _check_close(what, one, other, 0.0, allowed)
-    floor = gradient_floor(one for one in expected.gradients if one is not None)
-    for one, other in zip(expected.gradients, found.gradients, strict=True):
-        if one is None and other is None:
-            continue
-        if one is None or other is None:
-            raise _MismatchError(
-                "compiled, a parameter gets a gradient where it gets none as traced, or the reverse"
-            )
-        _check_close("a gradient", one, other, floor, tolerance.gradients)
-
-
-def _check_close(what: str, one: Tensor, other: Tensor, floor: float, allowed: float) -> None:
-    if one.shape != other.shape or one.dtype != other.dtype:
+def _compare_with_trace(traced: Outcome, compiled: Outcome, tolerance: Tolerance) -> None:
+    """Raises _MismatchError for the first tensor of another dtype, or that differs by more than rounding."""
+    for side, other in ((traced.values, compiled.values), (traced.gradients, compiled.gradients)):
+        for name, tensor in side.items():
+            _check_kind(name, tensor, other[name])
+    if (mismatch := first_mismatch(traced, compiled, tolerance)) is not None:
+        shape = list(mismatch.expected.shape)
         raise _MismatchError(
-            f"compiled, {what} is {list(other.shape)} {other.dtype}, as traced {list(one.shape)} {one.dtype}"
+            f"compiled, {_without_number(mismatch.name)} of shape {shape} differs by {mismatch.distance}"
         )
-    distance = compare(one, other, allowed, floor)
-    if not distance.is_rounding:
-        raise _MismatchError(f"compiled, {what} of shape {list(one.shape)} differs by {distance}")
+
+
+def _check_kind(name: str, traced: Tensor | None, compiled: Tensor | None) -> None:
+    if (traced is None) != (compiled is None):
+        raise _MismatchError(
+            "compiled, a parameter gets a gradient where it gets none as traced, or the reverse"
+        )
+    if traced is not None and (traced.shape, traced.dtype) != (compiled.shape, compiled.dtype):
+        raise _MismatchError(
+            f"compiled, {_without_number(name)} is {list(compiled.shape)} {compiled.dtype}, as traced "
+            f"{list(traced.shape)} {traced.dtype}"
+        )
+
+
+def _without_number(name: str) -> str:
+    return name.rpartition(" ")[0]
 
 
 def _random_like(like: Tensor, generator: torch.Generator) -> Tensor:
@@ -514,27 +496,19 @@ def _reason_of(error: Exception) -> str:
     return f"{type(error).__name__}: {text[0] if text else ''} (the worker's log has all of it)"
 
 
-_COMPILER_LOCK = threading.Lock()
-"""Torch's compiler has flags of the process: what two threads compile at once it may leave as it is. Jobs have a process
-a worker; `slotline verify` has a thread."""
-
-
 def compile_stages(
     engine: Engine,
     compiler: StageCompiler,
     inputs: Sequence[Tensor],
     target: Any,
     device: str,
-    *,
-    meets: bool = False,
 ) -> list[str]:
     """Have the stages of `engine` run compiled, as far as `compiler` can; returns notes for the user.
 
-    `inputs` and `target` are a microbatch of this worker. Where a forward `meets` other workers in collectives, none of them
-    may wait for the lock.
+    `inputs` and `target` are a microbatch of this worker.
     """
     done = []
-    with contextlib.nullcontext() if meets else _COMPILER_LOCK, engine.muted():
+    with engine.muted():
         for index, (module, wiring) in engine.stages.items():
             name, runner = f"stage s{index}", engine.runners[index]
             values = list(_example_inputs(module, wiring, inputs, device))

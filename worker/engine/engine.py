@@ -11,26 +11,34 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from worker.contract.buckets import BucketedProgram, with_buckets
 from worker.contract.planned import MeshProgram
-from worker.contract.program import TRANSFER_OPS, Instruction, MeasuredSlot, Program
+from worker.contract.program import COMPUTE_LANE, TRANSFER_OPS, Instruction, MeasuredSlot, Program
 from worker.engine.actions import Actions, ReceiveBuffers
 from worker.engine.lanes.base import Action, Lanes
 from worker.engine.lanes.cpu import CpuLanes
 from worker.engine.lanes.cuda import CudaLanes
 from worker.engine.local_stages import LocalStages, tie_local_parameters
-from worker.engine.lowering import bound_send_lifetimes, check_batch, check_stages
+from worker.engine.lowering import (
+    LoweredProgram,
+    check_batch,
+    check_exchange,
+    check_stages,
+    lower_program,
+    order_of_sums,
+)
 from worker.engine.optim.grad_scaler import make_grad_scaler
 from worker.engine.optim.reduce_and_step import UpdateResult, UpdateSettings, bucket_candidates
 from worker.engine.optim.zero1 import make_update
 from worker.engine.reshardings import Reshardings, check_resharding_plans
 from worker.engine.results import RunOptions, StepResult, slot_limits
 from worker.engine.routes import Route, directed_pairs, find_routes, transfer_tag, wire_stage
+from worker.engine.spot_check import ForwardCheck, choose_spot
 from worker.engine.stage import StageRunner
 from worker.engine.stage_io import ComputeSettings, LossValue, StageObserver, StepState
 from worker.engine.warmup import StateSnapshot, batch_on_device
@@ -43,7 +51,12 @@ from worker.transport.base import AbortedError, ConnectError, EngineError, Trans
 
 
 def step_result(
-    step: int, started_s: float, state: StepState, updated: UpdateResult, slots: list[MeasuredSlot]
+    step: int,
+    started_s: float,
+    state: StepState,
+    updated: UpdateResult,
+    slots: list[MeasuredSlot],
+    check: ForwardCheck | None = None,
 ) -> StepResult:
     """The step that began at `started_s` of time.monotonic() and ends now."""
     return StepResult(
@@ -58,20 +71,21 @@ def step_result(
         ended_s=time.monotonic(),
         loss_scale=updated.loss_scale,
         overflowed=updated.overflowed,
+        difference=None if check is None else check.difference(),
     )
 
 
-def measured_slots(
-    mesh: str, routes: Mapping[int, Route], program: Program, measured: Iterable[tuple[float, float]]
+def label_slot_times(
+    mesh: str, routes: Mapping[int, Route], program: Program, times: Iterable[tuple[float, float]]
 ) -> list[MeasuredSlot]:
-    """The slots of `program` on `mesh`, each from start to end of time.monotonic()."""
+    """The slots of `program` on `mesh` with the `times` that its lanes measured: start and end of time.monotonic()."""
     return [
-        measured_slot(mesh, routes, instruction, start_s, end_s)
-        for instruction, (start_s, end_s) in zip(program, measured, strict=True)
+        label_slot_time(mesh, routes, instruction, start_s, end_s)
+        for instruction, (start_s, end_s) in zip(program, times, strict=True)
     ]
 
 
-def measured_slot(
+def label_slot_time(
     mesh: str, routes: Mapping[int, Route], instruction: Instruction, start_s: float, end_s: float
 ) -> MeasuredSlot:
     """The slot of `instruction` of `mesh`, from `start_s` to `end_s` of time.monotonic()."""
@@ -115,6 +129,18 @@ def engine_collectives(
     return Collectives(transport, groups, "steps" if program.trains else "forwards")
 
 
+@dataclass(frozen=True)
+class _BoundProgram:
+    """The state of an engine that belongs to the program it runs: the planned program, as it was lowered, the limits of
+    its slots, the buffers of its receives and the actions of its instructions."""
+
+    planned: MeshProgram
+    lowered: LoweredProgram
+    limits_s: list[float]
+    buffers: ReceiveBuffers
+    actions: Actions
+
+
 class Engine:
     """Runs the program of one mesh on one worker: see `connect`, `run_step` and `close`; not reusable after an error.
 
@@ -149,9 +175,8 @@ class Engine:
         tie_local_parameters(stages.modules, stages.tied)
         if self._training and self._options.sync_batch_norm:
             synchronize_batch_norms(stages.modules, collectives, self._options.tensor)
-        bucketed = with_buckets(
-            program.instructions, bucket_candidates(stages, collectives, self._options.tensor)
-        )
+        self._gradients = bucket_candidates(stages, collectives, self._options.tensor)
+        lowered = self._lower(program)
         self._update = make_update(
             stages,
             collectives,
@@ -159,11 +184,9 @@ class Engine:
             optimizer=optimizer if self._training else None,
             lr_schedule=lr_schedule if self._training else None,
             scaler=make_grad_scaler(self._options) if self._training else None,
-            bucketed=[name for names in bucketed.buckets.values() for name in names],
+            bucketed=[name for names in lowered.buckets.values() for name in names],
         )
-        self._program, planned_s, releases = self._with_planned_times(bucketed, program)
-        self._limits_s = slot_limits(self._program, planned_s, self._options.limits)
-        self._buffers = ReceiveBuffers(self._program, self._routes, self._transfer_dtype, self._device)
+        limits_s = slot_limits(lowered.instructions, lowered.planned_s, self._options.limits)
         self._state = StepState()
         settings = self._compute_settings(loss)
         self.stages = {
@@ -183,26 +206,22 @@ class Engine:
             program.reshardings,
             self._transport,
             transfers=transfer_tag(len(stages.edges), False, 0, self._microbatches),
-            slot_limit_s=max(self._limits_s, default=1.0),
+            slot_limit_s=max(limits_s, default=1.0),
             streams=self._enqueues(),
         )
-        self._actions = Actions(
-            self._program,
-            reshardings=self._reshardings,
-            routes=self._routes,
-            microbatches=self._microbatches,
-            buffers=self._buffers,
-            state=self._state,
-            runners=self.runners,
-            update=self._update,
-            transport=self._transport,
-            gradient_buckets=bucketed.buckets,
-            releases=releases,
-        )
+        self._install(self._bind(program, lowered))
+        tensors = [
+            id(tensor)
+            for module in stages.modules.values()
+            for tensor in (*module.parameters(), *module.buffers())
+        ]
+        self._stages_share_tensors = len({*tensors}) < len(tensors)
         self._needs_targets = self._training and stages.have_output
         self._updated = UpdateResult()
         self._lanes: Lanes | None = None
+        self._prepared: tuple[_BoundProgram, Lanes] | None = None
         self._warm = False
+        self._first_step: int | None = None
         self._abort_reason: str | None = None
         self._dead: EngineError | None = None
 
@@ -219,19 +238,7 @@ class Engine:
         except ConnectError as error:
             self._transport.announce(str(error))
             raise
-        self._lanes = self._make_lanes(
-            self._collectives.log.attribute_to_slots(self._program, self._actions.of)
-        )
-        self._watch = Watchdog(
-            mesh=self._mesh,
-            program=self._program,
-            limits_s=self._limits_s,
-            transport=self._transport,
-            lanes=self._lanes,
-            reshardings=self._reshardings,
-            gathers=self._mesh in self._options.sharded,
-            collectives=self._collectives,
-        )
+        self._start_on(self._make_lanes(self._recorded(self._program, self._actions)))
 
     def run_step(
         self,
@@ -251,6 +258,7 @@ class Engine:
                 self._warm_up(step, inputs, targets)
             inputs, targets = batch_on_device(inputs, targets, self._device)
             self._begin(step, inputs, targets)
+            check = self._spot_check(step)
             self._collectives.log.compare_before_step()
             started = time.monotonic()
             if started - self._watch.published_s > _POLL_S:
@@ -267,7 +275,8 @@ class Engine:
             started,
             self._state,
             self._updated,
-            measured_slots(self._mesh, self._routes, self._program, self._lanes.measured()),
+            label_slot_times(self._mesh, self._routes, self._program, self._lanes.slot_times()),
+            check,
         )
 
     def warm_up(
@@ -286,6 +295,42 @@ class Engine:
         with self._ended_by_errors():
             self._warm_up(step, inputs, targets)
 
+    def prepare_program(self, program: MeshProgram) -> bool:
+        """Make another order of this engine's program ready for `swap_program`, between two steps; whether it adds up
+        gradients in the same order, so that they are the same to the bit. ValueError for a program with which this engine
+        cannot go on. Until it is swapped in the present one runs, whatever is raised here."""
+        if self._lanes is None or self._dead is not None:
+            raise EngineError("an engine that is not connected, or that has ended, runs no other program")
+        self.drop_program()
+        if self._enqueues():
+            raise ValueError(
+                "on CUDA a running job keeps its program: another one would load kernels within a step"
+            )
+        check_exchange(self._mesh, self._bound.planned, program)
+        bound = self._bind(program, self._lower(program))
+        lanes = CpuLanes(
+            bound.lowered.instructions, self._recorded(bound.lowered.instructions, bound.actions)
+        )
+        self._prepared = bound, lanes
+        shared = self._stages_share_tensors
+        return order_of_sums(bound.lowered, shared) == order_of_sums(self._bound.lowered, shared)
+
+    def swap_program(self) -> None:
+        """Run the prepared program from the next step on; between two steps, on all workers."""
+        if self._prepared is None:
+            raise EngineError("no program was prepared: call prepare_program() before swap_program()")
+        (bound, lanes), self._prepared = self._prepared, None
+        before = self._lanes
+        self._install(bound)
+        self._start_on(lanes)
+        before.close(_STOP_LIMIT_S)
+
+    def drop_program(self) -> None:
+        """Forget the prepared program, if there is one."""
+        if self._prepared is not None:
+            (_, lanes), self._prepared = self._prepared, None
+            lanes.close(_STOP_LIMIT_S)
+
     def observe(self, observer: StageObserver | None) -> None:
         """Report to `observer` from now on what the stages do; None ends it."""
         for runner in self.runners.values():
@@ -296,15 +341,25 @@ class Engine:
         return self._collectives.muted()
 
     def state(self) -> dict[str, Any]:
-        """Parameters, buffers and optimizer state by the original names of the model. Where the workers of this mesh share
-        the optimizer's state all of them ask at the same time, and worker 0 gets it."""
+        """Parameters, buffers and optimizer state by the original names of the model, of tensor-parallel ones this rank's
+        shards. Where the workers of this mesh share the optimizer's state all of them ask at the same time, and the first
+        of each dp group gets it."""
         with contextlib.nullcontext() if self._lanes is None else self._lanes.computing():
             return self._update.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Load this mesh's part of `state`, which may hold all meshes'."""
+        """Load this worker's tensors from `state`, of tensor-parallel ones its shards; it may hold other meshes' too."""
         with contextlib.nullcontext() if self._lanes is None else self._lanes.computing():
             self._update.load_state(state)
+
+    def advance_schedule(self, steps: int) -> None:
+        """Move the learning-rate schedule on by `steps`, without training."""
+        self._update.advance_schedule(steps)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer of this worker's parameters; None where it trains none."""
+        return self._update.optimizer
 
     def abort(self, reason: str) -> None:
         """End a running step from any thread; its run_step raises AbortedError."""
@@ -317,6 +372,7 @@ class Engine:
     def close(self) -> list[str]:
         """End threads and connections; the names of lanes that are stuck inside a user's code, if any."""
         stuck = []
+        self.drop_program()
         if self._lanes is not None:
             if self._dead is not None:
                 self._transport.abort()
@@ -326,21 +382,49 @@ class Engine:
 
     # Construction
 
-    def _with_planned_times(
-        self, bucketed: BucketedProgram, program: MeshProgram
-    ) -> tuple[Program, list[float] | None, Mapping[int, tuple[int, ...]]]:
-        """The instructions of `bucketed` with what `program` says of them: on streams with waits that bound the lifetimes
-        of sends; the planned seconds of each; and the sends that each may release."""
-        if program.planned_s is None:
-            return bucketed.program, None, {}
-        planned_s = [0.0 if i is None else program.planned_s[i] for i in bucketed.source]
-        if program.planned_starts_s is None or not self._enqueues():
-            return bucketed.program, planned_s, {}
-        starts_s = [None if i is None else program.planned_starts_s[i] for i in bucketed.source]
-        lifetimes = bound_send_lifetimes(
-            bucketed.program, starts_s, planned_s, self._routes, self._sent_bytes
+    def _lower(self, program: MeshProgram) -> LoweredProgram:
+        return lower_program(
+            program, self._gradients, self._routes, self._sent_bytes if self._enqueues() else None
         )
-        return lifetimes.program, planned_s, lifetimes.released_before
+
+    def _bind(self, program: MeshProgram, lowered: LoweredProgram) -> _BoundProgram:
+        instructions = lowered.instructions
+        buffers = ReceiveBuffers(instructions, self._routes, self._transfer_dtype, self._device)
+        actions = Actions(
+            lowered,
+            reshardings=self._reshardings,
+            routes=self._routes,
+            buffers=buffers,
+            state=self._state,
+            runners=self.runners,
+            update=self._update,
+            transport=self._transport,
+        )
+        limits_s = slot_limits(instructions, lowered.planned_s, self._options.limits)
+        return _BoundProgram(program, lowered, limits_s, buffers, actions)
+
+    def _install(self, bound: _BoundProgram) -> None:
+        self._bound = bound
+        self._program, self._limits_s = bound.lowered.instructions, bound.limits_s
+        self._buffers, self._actions = bound.buffers, bound.actions
+
+    def _recorded(self, program: Program, actions: Actions) -> Sequence[Action]:
+        return self._collectives.log.attribute_to_slots(program, actions.of)
+
+    def _start_on(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+        gathers, sums = self._mesh in self._options.sharded, self._update.sums_in_step
+        everybody = [tuple(self._transport.topology.meshes)] if sums else []
+        self._watch = Watchdog(
+            mesh=self._mesh,
+            program=self._program,
+            limits_s=self._limits_s,
+            transport=self._transport,
+            lanes=lanes,
+            reshardings=self._reshardings,
+            step_waits_for=[(self._mesh,), *everybody] if gathers or sums else (),
+            collectives=self._collectives,
+        )
 
     def _compute_settings(self, loss: Callable[[torch.Tensor, torch.Tensor], LossValue]) -> ComputeSettings:
         return ComputeSettings(
@@ -352,7 +436,7 @@ class Engine:
             seed=self._options.seed,
             worker=self._worker // self._options.tensor,
             transfer_dtype=self._transfer_dtype,
-            is_pooled=self._buffers.contains,
+            is_pooled=lambda tensor: self._buffers.contains(tensor),
             weights=None
             if (ignored := self._options.ignored_target) is None
             else lambda targets: token_weights(targets, ignored, self._collectives, self._options.tensor),
@@ -372,8 +456,22 @@ class Engine:
 
     def _make_lanes(self, actions: Sequence[Action]) -> Lanes:
         if self._enqueues():
-            return CudaLanes(self._program, actions, self._options.priorities)
+            return CudaLanes(self._program, actions, self._launches(), self._options.priorities)
         return CpuLanes(self._program, actions)
+
+    def _launches(self) -> list[int]:
+        """About how many kernels each instruction enqueues on the compute lane; 0 for those of other lanes."""
+        parameters = len(self._update.parameters)
+        # an optimizer that runs parameter by parameter has about ten operations for each
+        of_update = {"REDUCE": parameters, "STEP": 10 * parameters}
+        return [
+            0
+            if i.lane != COMPUTE_LANE
+            else of_update[i.op]
+            if i.op in of_update
+            else self.runners[i.stage].launches(i.op)
+            for i in self._program
+        ]
 
     def _begin(self, step, inputs, targets) -> None:
         """Forget the last step and take the batch of this one."""
@@ -383,8 +481,22 @@ class Engine:
         self._update.begin()
         self._collectives.log.begin()
 
+    def _spot_check(self, step: int) -> ForwardCheck | None:
+        """The check of a forward of this step, where it is the chosen step of this run and the stage is here."""
+        until, seed = self._options.spot_check_until, self._options.seed
+        if self._first_step is None:
+            self._first_step = step
+        if until is None or seed is None or not self._training:
+            return None
+        spot = choose_spot(seed, self._first_step, until, len(self._mesh_of_stage), self._microbatches)
+        if spot is None or spot.step != step or spot.stage not in self.runners:
+            return None
+        return self.runners[spot.stage].check_forward(spot)
+
     def _warm_up(self, step, inputs, targets) -> None:
         snapshot = StateSnapshot([module for module, _ in self.stages.values()], self._update.optimizer)
+        for buffer in self._buffers.tensors:  # what stands there may be no number, or no index of any table
+            buffer.zero_()
         inputs, targets = batch_on_device(inputs, targets, self._device)
         self._begin(step, inputs, targets)
         with self.muted():

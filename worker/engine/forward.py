@@ -3,6 +3,7 @@
 The engine's actions, the warm-up and the benchmark of layers all come here, so what is warmed up and measured
 is what runs. Autocast's casts of weights outlive a forward until `drop_casts`: else each microbatch in flight
 would keep a copy of every weight.
+A stage that compile.py split calls pieces, which run compiled or as traced.
 A recomputed stage keeps its arguments and the buffers that forward updates (running statistics) as they were
 before F. The second run sees what the first one saw and leaves no trace: buffers are restored when its backward
 has ended. Must not know step state, lanes, transports or the RNG state (operations seed themselves by name).
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from worker.engine.routes import LocalInput, ModelInput, RemoteInput
 
@@ -208,3 +209,39 @@ def save_recompute_inputs(arguments: StageArguments, buffers: UpdatedBuffers) ->
 
 def _versions(values: Sequence[torch.Tensor]) -> tuple[int, ...]:
     return tuple(value._version for value in values)
+
+
+class Piece(nn.Module):
+    """One piece of a stage: runs `compiled` where there is one, else `graph` as traced. While `recording` it runs as traced,
+    and the arguments of a call are kept in `recorded_arguments`."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        super().__init__()
+        self.graph = graph
+        self.compiled: Callable[..., tuple[torch.Tensor, ...]] | None = None
+        self.recording = False
+        self.recorded_arguments: tuple[torch.Tensor, ...] = ()
+
+    def forward(self, *arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self.recording:
+            self.recorded_arguments = arguments
+            return self.graph(*arguments)
+        return (self.compiled or self.graph)(*arguments)
+
+
+def pieces_of(module: nn.Module) -> list[Piece]:
+    """The pieces inside of `module`, in order."""
+    return [part for part in module.modules() if isinstance(part, Piece)]
+
+
+@contextlib.contextmanager
+def uncompiled(module: nn.Module) -> Iterator[None]:
+    """A context in which nothing inside `module` runs compiled."""
+    before = [(piece, piece.compiled) for piece in pieces_of(module)]
+    for piece, _ in before:
+        piece.compiled = None
+    try:
+        yield
+    finally:
+        for piece, compiled in before:
+            piece.compiled = compiled

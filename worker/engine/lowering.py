@@ -1,20 +1,22 @@
-"""Lowers a planned program for one engine: checks stages and batches, and bounds send lifetimes on CUDA.
+"""Lowers a planned program for one engine: checks stages and batches, bounds send lifetimes on CUDA, compares programs.
 
-The host enqueues a whole step before the device has done any of it, so it cannot see a send end, and
-record_stream would keep every sent tensor of the step. Here the plan says which sends have ended when a compute
-action starts; that action waits for them on the device, which by the plan costs nothing, and later allocations
-may reuse their memory. Waits for a send that stands earlier in the program cannot make a cycle: the programs of
-all meshes follow one order of all actions and transfers.
+The host enqueues ahead of the device, so it cannot see a send end, and record_stream would keep every sent tensor of
+the step. Here the plan says which sends have ended when a compute action starts; that action waits for them on the
+device, which by the plan costs nothing, and later allocations may reuse their memory. Waits for a send that stands
+earlier in the program cannot make a cycle: the programs of all meshes follow one order of all actions and transfers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from worker.contract.program import COMPUTE_OPS, SEND_OPS, Instruction, Program
+from worker.contract.buckets import Gradient, with_buckets
+from worker.contract.planned import MeshProgram
+from worker.contract.program import COMPUTE_OPS, FINAL_OPS, SEND_OPS, Instruction, Program
 from worker.engine.routes import Route
 
 
@@ -37,6 +39,87 @@ def check_batch(
         raise ValueError(f"run_step got {len(inputs)} microbatches, the program has {microbatches}")
     if needs_targets and (targets is None or len(targets) != microbatches):
         raise ValueError(f"run_step needs {microbatches} targets where the model's output is")
+
+
+def check_exchange(mesh: str, before: MeshProgram, after: MeshProgram) -> None:
+    """ValueError where `after` is more than another order of `before`, its backwards split or whole."""
+    if after.microbatches != before.microbatches:
+        raise ValueError(
+            f"mesh {mesh} runs {before.microbatches} microbatches, the other program {after.microbatches}: a running job "
+            "keeps its microbatches"
+        )
+    if {*after.recomputed} != {*before.recomputed}:
+        raise ValueError(
+            f"on mesh {mesh} the stages {sorted(before.recomputed)} recompute, in the other program "
+            f"{sorted(after.recomputed)}: a running job keeps what recomputes"
+        )
+    if {*after.reshardings} != {*before.reshardings}:
+        raise ValueError(
+            f"mesh {mesh} reshards other transfers in the other program: a running job keeps its transfers"
+        )
+    here, there = _work(before.instructions), _work(after.instructions)
+    if here != there:
+        work = next(iter((here - there) or (there - here)))
+        raise ValueError(
+            f"the other program of mesh {mesh} is of another cut or placement: {' '.join(map(str, work))} is in one of the "
+            "two only"
+        )
+
+
+def _work(program: Program) -> Counter[tuple]:
+    """The operations of a program in whatever order: forwards, backwards whether split or whole, transfers."""
+    return Counter(
+        ("backward" if i.op in ("B", "I") else i.op, i.stage, i.microbatch)
+        if i.op in COMPUTE_OPS
+        else (i.op, i.edge, i.microbatch, i.peer)
+        for i in program
+        if i.op not in ("W", *FINAL_OPS)
+    )
+
+
+def order_of_sums(program: LoweredProgram, shared: bool) -> Hashable:
+    """Equal for two programs that add to gradients and change buffers in the same order. `shared`: several stages of the
+    mesh have tensors in common, so that the order of their actions among each other counts too."""
+    forwards, backwards = defaultdict(list), defaultdict(list)
+    for i in program.instructions:
+        if i.op in ("F", "B", "W"):
+            order = forwards if i.op == "F" else backwards
+            order["all" if shared else i.stage].append((i.op, i.stage, i.microbatch))
+    orders = [frozenset((key, tuple(order)) for key, order in of.items()) for of in (forwards, backwards)]
+    return (*orders, frozenset(program.buckets.values()))
+
+
+@dataclass(frozen=True)
+class LoweredProgram:
+    """The instructions that an engine runs for a planned program, by their index: the planned seconds of each (None:
+    not planned), the parameters that a bucket sums (`buckets`), the sends whose tensors a compute instruction drops
+    before it runs (`released_before`)."""
+
+    instructions: Program
+    microbatches: int
+    planned_s: list[float] | None
+    buckets: Mapping[int, tuple[str, ...]]
+    released_before: Mapping[int, tuple[int, ...]]
+
+
+def lower_program(
+    program: MeshProgram,
+    gradients: Sequence[Gradient],
+    routes: Mapping[int, Route],
+    sent_bytes: Callable[[Route], int] | None,
+) -> LoweredProgram:
+    """`program` with the buckets of `gradients`; where lanes are streams, and `sent_bytes` is given, also with waits that
+    bound the lifetimes of sends."""
+    bucketed = with_buckets(program.instructions, gradients)
+    instructions, released = bucketed.program, {}
+    planned_s = None
+    if program.planned_s is not None:
+        planned_s = [0.0 if i is None else program.planned_s[i] for i in bucketed.source]
+        if program.planned_starts_s is not None and sent_bytes is not None:
+            starts_s = [None if i is None else program.planned_starts_s[i] for i in bucketed.source]
+            lifetimes = bound_send_lifetimes(instructions, starts_s, planned_s, routes, sent_bytes)
+            instructions, released = lifetimes.program, lifetimes.released_before
+    return LoweredProgram(instructions, program.microbatches, planned_s, bucketed.buckets, released)
 
 
 _TIME_TOLERANCE = 1e-9

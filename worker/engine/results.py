@@ -103,7 +103,8 @@ class RunOptions:
     infinite loss or gradient norm ends the run ("stop") or the step ("skip"); `keeps_random`: a program without backward
     draws by `seed` too, and the RNGs of the process are restored afterwards. With an `ignored_target` microbatches weigh
     by the number of their other targets. `sync_batch_norm`: see parallel/sync_batch_norm.py. Meshes in `sharded` shard
-    the optimizer state (ZeRO-1); `tensor` is the tensor-parallel size.
+    the optimizer state (ZeRO-1); `tensor` is the tensor-parallel size. Of the steps up to `spot_check_until`
+    one forward is computed again (spot_check.py); None: of none.
     """
 
     precision: str = "fp32"
@@ -120,6 +121,7 @@ class RunOptions:
     limits: SlotLimits = field(default_factory=SlotLimits)
     device: str = "cpu"
     priorities: StreamPriorities = field(default_factory=StreamPriorities)
+    spot_check_until: int | None = None
 
     def __post_init__(self) -> None:
         if self.precision not in AUTOCAST_DTYPES:
@@ -148,7 +150,7 @@ class StepResult:
 
     `losses` (and `metrics` by name) have a number per microbatch, not divided by their count, only where the model's output
     is; `outputs` are the model's outputs there, of a program without backward. `loss_scale` and `overflowed`: see
-    UpdateResult."""
+    UpdateResult. `difference`: a forward of the step that was computed again came out otherwise."""
 
     step: int
     losses: list[float]
@@ -161,3 +163,4 @@ class StepResult:
     ended_s: float
     loss_scale: float | None = None
     overflowed: bool = False
+    difference: str | None = None

@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from worker.contract.failures import leave_breadcrumb
 from worker.engine.autograd import WeightBackward, backward, backward_input
@@ -29,10 +29,15 @@ from worker.engine.forward import (
 )
 from worker.engine.results import StageError
 from worker.engine.routes import StageWiring
+from worker.engine.spot_check import ForwardCheck, Spot
 from worker.engine.stage_io import ComputeSettings, SavedForward, StageObserver, StageTensors, StepState
+from worker.model.opaque.call import opaque_calls
 from worker.model.pytree import zero_loss
 from worker.model.rng import RNG_LOCK, RandomState, reseed_at_random_ops, seeded
 from worker.transport.base import PeerLostError
+
+# Of a stage in which modules run as they are: how many operations those have cannot be seen.
+_LAUNCHES_OF_OPAQUE = 1000
 
 
 class StageRunner:
@@ -57,6 +62,8 @@ class StageRunner:
         self._weights: dict[int, tuple[WeightBackward, RecomputeInputs | None]] = {}
         self._recompute = recompute and settings.training
         self._buffers = UpdatedBuffers(module)
+        self._whole_backward = bool(opaque_calls(module))
+        self._check: ForwardCheck | None = None
         self._random: RandomState | None = None
         keeps = settings.keeps_random
         if settings.seed is not None and (settings.training or keeps):
@@ -69,8 +76,18 @@ class StageRunner:
         """Report to `observer` from now on what this stage does."""
         self._tensors.observer = observer
 
+    def check_forward(self, spot: Spot) -> ForwardCheck:
+        """Compute the forward of `spot` again in the step that comes."""
+        names = [wiring.tensor for wiring in self._wiring.outputs]
+        settings = self._settings
+        self._check = ForwardCheck(
+            spot, self._module, names, autocast=settings.autocast_dtype, device=settings.device
+        )
+        return self._check
+
     def reset(self) -> None:
         """Forget the microbatches of the last step."""
+        self._check = None
         self._saved.clear()
         self._weights.clear()
 
@@ -90,7 +107,7 @@ class StageRunner:
         arguments = gather_arguments(self._wiring.inputs, lambda _: next(arguments_left), training=training)
         places = self._wiring.model_outputs if target is not None else ()
         # random operations start again for themselves
-        with RNG_LOCK, seeded(0), self._buffers.restored_to(save_recompute_inputs(arguments, self._buffers)):
+        with seeded(0), self._buffers.restored_to(save_recompute_inputs(arguments, self._buffers)):
             run = run_forward(
                 self._module,
                 arguments.values,
@@ -104,6 +121,21 @@ class StageRunner:
             )
         return run.roots(places)
 
+    def launches(self, op: str) -> int:
+        """About how many kernels F, B, I or W of a microbatch enqueues: one for each operation of the graph, twice as many
+        in a backward, one for each parameter in W; of modules that run as they are as many as a stream takes."""
+        if opaque_calls(self._module):
+            return _LAUNCHES_OF_OPAQUE
+        if op == "W":
+            return sum(1 for _ in self._module.parameters())
+        forward = sum(
+            sum(node.op.startswith("call_") for node in part.graph.nodes)
+            if isinstance(part, fx.GraphModule)
+            else 1
+            for part in self._module.modules()
+        )
+        return forward if op == "F" else (3 if self._recompute else 2) * forward
+
     def forward(self, microbatch: int) -> None:
         """F: run the module, check its outputs, hand them on; the loss if the model's output is here."""
         with self._reported("F", microbatch):
@@ -114,8 +146,23 @@ class StageRunner:
                 training=settings.training,
             )
             recompute_inputs = save_recompute_inputs(arguments, self._buffers) if self._recompute else None
+            if check := self._check_of(microbatch):
+                check.begin(arguments, self._buffers)
+
+            def accept(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+                outputs = self._accept(results)
+                self._tensors.observe_outputs(outputs, microbatch)
+                if check:
+                    # the loss may change what the model returned
+                    check.keep([output.clone() for output in outputs] if self._has_loss else outputs)
+                return outputs
+
             run = self._run(
-                arguments, microbatch, training=settings.training, again=recompute_inputs is not None
+                arguments,
+                microbatch,
+                training=settings.training,
+                again=recompute_inputs is not None,
+                accept=accept,
             )
             if recompute_inputs is not None:
                 recompute_inputs.check_unchanged()
@@ -128,6 +175,7 @@ class StageRunner:
     def backward(self, microbatch: int) -> None:
         """B: gradients of inputs and parameters."""
         with self._reported("B", microbatch):
+            self._check_again(microbatch)
             saved = self._saved.pop(microbatch)
             with self._restored_to(saved.recompute_inputs):
                 self._run_again(saved, microbatch)
@@ -137,11 +185,14 @@ class StageRunner:
     def backward_input(self, microbatch: int) -> None:
         """I: gradients of inputs. The activations stay until W."""
         with self._reported("I", microbatch):
+            self._check_again(microbatch)
             saved = self._saved.pop(microbatch)
             with self._restored_to(saved.recompute_inputs):
                 self._run_again(saved, microbatch)
                 roots, gradients = self._tensors.roots(saved, microbatch)
-                input_gradients, weights = backward_input(roots, gradients, saved.leaves)
+                input_gradients, weights = backward_input(
+                    roots, gradients, saved.leaves, whole=self._whole_backward
+                )
                 self._weights[microbatch] = weights, saved.recompute_inputs
                 self._tensors.pass_back(saved, input_gradients, microbatch)
 
@@ -153,7 +204,13 @@ class StageRunner:
                 weights.run()
 
     def _run(
-        self, arguments: StageArguments, microbatch: int, *, training: bool, again: bool = False
+        self,
+        arguments: StageArguments,
+        microbatch: int,
+        *,
+        training: bool,
+        again: bool = False,
+        accept: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None,
     ) -> ForwardResult:
         """Run the module, and the loss where the model's output is. What will be run `again` for its backward
         keeps nothing, and leaves the loss, which may count its calls, to that run."""
@@ -164,14 +221,16 @@ class StageRunner:
             if settings.weights is not None and state.weights is None and self._has_loss:
                 # workers may sum here: not while this one has the generators, for which others may wait
                 state.weights = settings.weights(state.targets)
+        # without gradients nothing asks for one: a compiled stage has one graph for such forwards, here and in evaluations
+        values = [value.detach() for value in arguments.values] if again else arguments.values
         with self._random_state(microbatch):
             run = run_forward(
                 self._module,
-                arguments.values,
+                values,
                 device_type=settings.device.type,
                 training=training and not again,
                 autocast_dtype=settings.autocast_dtype,
-                accept=self._accept,
+                accept=accept or self._accept,
                 loss_of=self._wiring.model_outputs,
                 loss=loss,
             )
@@ -192,6 +251,32 @@ class StageRunner:
         for wiring, output in zip(self._wiring.outputs, run.outputs, strict=True):
             if wiring.local_consumers or wiring.routes:
                 saved.outputs[wiring.tensor] = output
+
+    def _check_of(self, microbatch: int) -> ForwardCheck | None:
+        check = self._check
+        return check if check is not None and check.microbatch == microbatch else None
+
+    def _check_again(self, microbatch: int) -> None:
+        """Run the forward that is checked once more; buffers and random generators are then as if it had not run."""
+        if not (check := self._check_of(microbatch)):
+            return
+
+        def run(arguments: StageArguments) -> list[torch.Tensor]:
+            if self._random is not None:
+                self._random.begin(self._state.step, microbatch)
+                self._random.restart(f"stage {self._stage}")
+            settings = self._settings
+            return run_forward(
+                self._module,
+                arguments.values,
+                device_type=settings.device.type,
+                training=False,
+                autocast_dtype=settings.autocast_dtype,
+                accept=self._accept,
+            ).outputs
+
+        with seeded(0):
+            check.run_again(self._buffers, run)
 
     def _restored_to(self, recompute_inputs: RecomputeInputs | None) -> contextlib.AbstractContextManager:
         return (

@@ -161,13 +161,17 @@ class StageTensors:
             self.observer.on_receive(source.route, False, microbatch, received)
         return received.to(source.route.dtype)
 
+    def observe_outputs(self, outputs: Sequence[torch.Tensor], microbatch: int) -> None:
+        """Show the observer what the module made, before a loss may change it."""
+        if self.observer is not None:
+            for wiring, output in zip(self._wiring.outputs, outputs, strict=True):
+                self.observer.on_output(self._stage, wiring.tensor, microbatch, output)
+
     def hand_on(
         self, wiring: OutputWiring, output: torch.Tensor, microbatch: int, saved: SavedForward
     ) -> None:
         """Leave an output for its consumers on this mesh, for its transfers, and in `saved` for the backward."""
         state, settings = self._state, self._settings
-        if self.observer is not None:
-            self.observer.on_output(self._stage, wiring.tensor, microbatch, output)
         if wiring.is_model_output and state.targets is None:
             made = output.detach()
             several = len(self._wiring.model_outputs) > 1

@@ -12,13 +12,14 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from worker.model.rng import RNG_LOCK
 
@@ -27,8 +28,8 @@ from worker.model.rng import RNG_LOCK
 class _TensorCopy:
     """A tensor and a copy of its values in host memory, as the device may have no room for them twice."""
 
-    tensor: torch.Tensor
-    values: torch.Tensor
+    tensor: Tensor
+    values: Tensor
 
 
 class StateSnapshot:
@@ -81,24 +82,26 @@ class StateSnapshot:
 
 
 def _snapshot(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return _TensorCopy(value, value.detach().to("cpu", copy=True))
-    if isinstance(value, Mapping):
-        return {key: _snapshot(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_snapshot(entry) for entry in value)
-    return copy.deepcopy(value)
+    """`value`, of dicts, lists and tuples, with its tensors as copies in host memory and all else copied."""
+
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return _TensorCopy(leaf, leaf.detach().to("cpu", copy=True))
+        return copy.deepcopy(leaf)
+
+    return tree_map(copied, value)
 
 
 def _restore(saved: Any) -> Any:
-    if isinstance(saved, _TensorCopy):
-        saved.tensor.detach().copy_(saved.values)
-        return saved.tensor
-    if isinstance(saved, Mapping):
-        return {key: _restore(entry) for key, entry in saved.items()}
-    if isinstance(saved, list | tuple):
-        return type(saved)(_restore(entry) for entry in saved)
-    return saved
+    """The snapshotted pytree, with the tensors that it had, and in them the values that they had."""
+
+    def restored(leaf: Any) -> Any:
+        if not isinstance(leaf, _TensorCopy):
+            return leaf
+        leaf.tensor.detach().copy_(leaf.values)
+        return leaf.tensor
+
+    return tree_map(restored, saved)
 
 
 def batch_on_device(

@@ -41,8 +41,8 @@ class Watchdog:
     """Watches the steps of one mesh.
 
     `limits_s` has the seconds that each instruction of `program` may take. Transfers in `reshardings` wait for several
-    workers; with `gathers` STEP waits for the other workers of this mesh; an action waits for the ranks of the
-    `collectives` that it enters.
+    workers; STEP waits for the workers of each set of meshes in `step_waits_for`; an action waits for the ranks of
+    the `collectives` that it enters.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Watchdog:
         transport: Transport,
         lanes: Lanes,
         reshardings: ReshardingStatus | None = None,
-        gathers: bool = False,
+        step_waits_for: Sequence[Sequence[str]] = (),
         collectives: Collectives | None = None,
     ):
         self._mesh = mesh
@@ -63,7 +63,7 @@ class Watchdog:
         self._transport = transport
         self._lanes = lanes
         self._reshardings = reshardings
-        self._gathers = gathers
+        self._step_waits_for = step_waits_for
         self._collectives = collectives
         self.published_s = 0.0
 
@@ -173,8 +173,8 @@ class Watchdog:
             return late
         if instruction.op == "REDUCE":
             return self._not_arrived_at("REDUCE", ((self._mesh,), topology.meshes))
-        if instruction.op == "STEP" and self._gathers:
-            return self._not_arrived_at("STEP", ((self._mesh,),))
+        if instruction.op == "STEP" and self._step_waits_for:
+            return self._not_arrived_at("STEP", self._step_waits_for)
         if instruction.peer is None:
             return self._not_arrived_at_action(index)
         if not self._resharded(instruction):

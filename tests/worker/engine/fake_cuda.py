@@ -1,8 +1,9 @@
 """A fake of torch.cuda: streams that work when they may, not when the host says so, and a record of what was said.
 
 Nothing runs while the host enqueues. When every host of a test waits for its device, the machine runs what is at
-the head of some stream, then again, until all is done; which one it takes is drawn among all that the waits for
-events allow. Streams may be slow or quick for a whole step, so that what is not held back by an event overtakes.
+the head of some stream, then again, until all that was enqueued is done, or cannot go on; which one it takes is drawn
+among all that the waits for events allow. Streams may be slow or quick for a whole step, so that what is not held
+back by an event overtakes.
 
 One simplification: an action of ours runs as a whole when its stream comes to it, its Python too. On a device
 that Python has run long before, and a missing wait gives wrong numbers; here it may also raise KeyError.
@@ -74,6 +75,8 @@ class Machine:
             if not heads:
                 return
             ready = list(self._ready(heads))
+            if not ready and any(done() for done in self._waiting.values()):
+                return  # a host that waits no more enqueues what the streams lack
             assert ready, f"the streams are stuck at {[stream.pending[0] for stream in heads]}"
             (chosen,) = self._random.choices(ready, [min(paces[id(s)] for s in group) for group in ready])
             self._run_together(chosen)
@@ -118,6 +121,19 @@ class Machine:
             raise errors[0]
 
 
+class Ranges:
+    """A fake of torch.cuda.nvtx."""
+
+    def __init__(self):
+        self.open: list[str] = []
+
+    @contextlib.contextmanager
+    def range(self, name: str):
+        self.open.append(name)
+        yield
+        self.open.pop()
+
+
 class FakeCuda:
     """One device: hand it to CudaLanes as `cuda`."""
 
@@ -126,6 +142,7 @@ class FakeCuda:
         self.streams: list[_Stream] = []
         self.calls: list[str] = []
         self.current: _Stream | None = None
+        self.nvtx = Ranges()
 
     def Stream(self, priority=0):
         stream = _Stream(priority)

@@ -115,7 +115,6 @@ def compare(shape, parameter_shapes, operator, layout, gradient_layout, autocast
     for parameter in parameters:
         parameter.grad = None
     found, rest = backward_input([forward()], [gradient], [x])
-    assert all(p.grad is None for p in parameters), "I left a gradient of a parameter"
     rest.run()
     torch.testing.assert_close([*found, *(p.grad for p in parameters)], whole, rtol=1e-4, atol=1e-5)
 

@@ -50,6 +50,8 @@ def plant(fault, graph):
                 signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
             case "sleeps":
                 time.sleep(3600)
+            case "illegal address":
+                _read_an_illegal_address(outputs[0])
             case "raises":
                 raise KeyError("planted in forward")
             case "raises in backward":
@@ -72,6 +74,12 @@ def share_gpu(rank):
     torch.cuda.set_device(rank % torch.cuda.device_count())
 
 
+def _read_an_illegal_address(tensor):
+    """Only on CUDA: no process can go on with the GPU after it."""
+    code = "template <typename T> T illegal(T x) { return x + *reinterpret_cast<volatile T*>(16); }"
+    torch.cuda.jiterator._create_jit_fn(code)(tensor.detach())
+
+
 def _raise(gradient):
     raise KeyError("planted in backward")
 
@@ -88,8 +96,7 @@ def work(job):
     common = {
         "mesh": mesh,
         "worker": worker,
-        "store_host": "127.0.0.1",
-        "store_port": job["port"],
+        "store": ("127.0.0.1", job["port"]),
         "connect_timeout_s": job.get("connect_s", 30.0),
     }
     device = job.get("options", {}).get("device", "cpu")

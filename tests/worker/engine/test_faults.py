@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.tiers import some_by_day
 from tests.worker.engine.test_gloo import run_processes
 
 LIMIT_S = 4.0
@@ -37,6 +38,7 @@ def check_all_ended(answers, without=()):
         assert answer["stuck"] == [] and answer["threads"] == [], answer
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_named_by_its_neighbours():
     answers = run_with("killed")
     check_all_ended(answers, without=["m1"])
@@ -45,13 +47,15 @@ def test_a_killed_worker_is_named_by_its_neighbours():
     assert all("m1" in answer["message"] for answer in answers.values() if answer)
 
 
-@pytest.mark.parametrize(
+@pytest.mark.slow
+@some_by_day(
     ("kind", "error", "words"),
     [
         ("raises", "StageError", ["1F2", "KeyError", "planted in forward"]),
         ("raises in backward", "StageError", ["1B2", "KeyError", "planted in backward"]),
         ("shape", "StageError", ["1F2", "(1, 6)", "(3, 6)"]),
     ],
+    by_day=1,
 )
 def test_an_error_in_a_stage_reaches_every_worker_with_its_cause(kind, error, words):
     answers = run_with(kind)
@@ -62,6 +66,7 @@ def test_an_error_in_a_stage_reaches_every_worker_with_its_cause(kind, error, wo
         assert mesh == "m1" or answer["error"] == "AbortedError"
 
 
+@pytest.mark.slow
 def test_a_nan_loss_stops_every_worker():
     answers = run_with("nan")
     check_all_ended(answers)
@@ -69,12 +74,14 @@ def test_a_nan_loss_stops_every_worker():
     assert all("not finite" in answer["message"] for answer in answers.values())
 
 
+@pytest.mark.slow
 def test_a_peer_that_never_connects_is_named():
     answers = run_with("absent", connect_s=3.0)
     check_all_ended(answers, without=["m1"])
     assert all(a["error"] == "ConnectError" and "m1/0" in a["message"] for a in answers.values() if a)
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_found_by_the_slots_that_wait_for_it():
     answers = run_with("stopped", never_ends=["m1"], limit_s=LIMIT_S)
     check_all_ended({key: answer for key, answer in answers.items() if key[0] != "m1"})
@@ -86,6 +93,7 @@ def test_a_stopped_worker_is_found_by_the_slots_that_wait_for_it():
         assert f"limit {LIMIT_S} s" in answer["message"]
 
 
+@pytest.mark.slow
 def test_a_stage_that_never_returns_is_named_by_its_own_worker():
     answers = run_with("sleeps", limit_s=LIMIT_S)
     error = answers["m1", 0]

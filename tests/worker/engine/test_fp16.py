@@ -10,13 +10,19 @@ from torch import nn
 from tests.worker.cuts import cut_evenly
 from tests.worker.engine.engine_support import LocalPipeline, merged_state, planned, serial_programs
 from worker.contract.job import LossScaling
+from worker.engine.optim import grad_scaler
 from worker.engine.optim.grad_scaler import PipelineGradScaler
 from worker.engine.results import NonFiniteError
 from worker.model.export import trace
 
 MESHES = ["m0", "m1", "m2", "m3"]
 MICROBATCHES, ROWS, WIDTH = 2, 8, 16
-SCALING = LossScaling(init_scale=2.0**10, growth_interval=2)
+SCALING = LossScaling(init_scale=2.0**10)
+
+
+@pytest.fixture(autouse=True)
+def scale_grows_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grad_scaler, "GROWTH_INTERVAL", 2)
 
 
 class Block(nn.Module):
@@ -62,9 +68,9 @@ def scaler_of(scaling):
     return torch.amp.GradScaler(
         "cpu",
         init_scale=scaling.init_scale,
-        growth_factor=scaling.growth_factor,
-        backoff_factor=scaling.backoff_factor,
-        growth_interval=scaling.growth_interval,
+        growth_factor=grad_scaler.GROWTH_FACTOR,
+        backoff_factor=grad_scaler.BACKOFF_FACTOR,
+        growth_interval=grad_scaler.GROWTH_INTERVAL,
     )
 
 
@@ -208,10 +214,11 @@ def test_a_run_goes_on_bit_for_bit_on_another_layout_with_the_scale_that_was_sav
         torch.testing.assert_close(found[kind], expected[kind], rtol=0, atol=0)
 
 
-def test_a_run_whose_gradients_never_become_finite_fails_by_name_after_the_limit():
+def test_a_run_whose_gradients_never_become_finite_fails_by_name_after_the_limit(monkeypatch):
+    monkeypatch.setattr(grad_scaler, "MAX_SKIPPED_STEPS", 3)
     always = set(range(10))
     poison = functools.partial(batch, planted=always)
-    scaling = LossScaling(init_scale=2.0**10, max_skipped_steps=3)
+    scaling = LossScaling(init_scale=2.0**10)
 
     def loss(output, target):
         return loss_of(output, target) * torch.where(target.max() > 1e4, float("nan"), 1.0)
@@ -236,12 +243,19 @@ def test_a_loss_that_is_no_number_with_finite_gradients_is_no_overflow():
         pipeline.step(0, [batch(0)])
 
 
-def test_the_scale_follows_torchs_to_the_bit_also_to_its_ends():
+def test_the_scale_follows_torchs_to_the_bit_also_to_its_ends(monkeypatch):
     draw = random.Random(4)
-    for scaling in (
-        LossScaling(init_scale=2.0**126, growth_interval=1, max_skipped_steps=10**6),
-        LossScaling(growth_factor=1.3, backoff_factor=0.7, growth_interval=3, max_skipped_steps=10**6),
+    monkeypatch.setattr(grad_scaler, "MAX_SKIPPED_STEPS", 10**6)
+    for scaling, growth, backoff, interval in (
+        (LossScaling(init_scale=2.0**126), 2.0, 0.5, 1),
+        (LossScaling(), 1.3, 0.7, 3),
     ):
+        for name, value in (
+            ("GROWTH_FACTOR", growth),
+            ("BACKOFF_FACTOR", backoff),
+            ("GROWTH_INTERVAL", interval),
+        ):
+            monkeypatch.setattr(grad_scaler, name, value)
         ours, theirs = PipelineGradScaler(scaling, "cpu"), scaler_of(scaling)
         parameter = nn.Parameter(torch.zeros(3))
         optimizer = torch.optim.SGD([parameter], lr=0.1)

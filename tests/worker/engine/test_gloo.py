@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.tiers import some_by_day
 from tests.worker.engine.engine_support import Plain, batch, chain, skips, tied_chain
 from worker.transport.rendezvous import host_store
 
@@ -35,13 +36,15 @@ def run_processes(job, timeout_s=250, never_ends=()):
     return {tuple(key): answer for key, answer in json.loads(out.splitlines()[-1])}
 
 
-@pytest.mark.parametrize(
+@pytest.mark.slow
+@some_by_day(
     ("graph", "mesh_of_stage", "workers"),
     [
         ("skips", ["m0", "m1", "m2", "m3"], 1),
         ("tied", ["m0", "m1", "m2"], 1),
         ("chain", ["m0", "m1", "m1", "m0"], 2),
     ],
+    by_day=1,
 )
 def test_processes_train_as_the_unsplit_model_does(graph, mesh_of_stage, workers):
     steps, microbatches, clip = 3, 4, 0.5

@@ -170,8 +170,11 @@ def test_an_edge_without_a_resharding_is_refused_by_name():
 
 
 def _stall_of(pipeline, waiting, batch):
-    """What the engine `waiting` says when all others but m0/1 run too."""
+    """What the engine `waiting` says when all others but m0/1 run too; they stall as long, and wait longer to say so."""
     said = {}
+    for key, engine in pipeline.engines.items():
+        if key != waiting:
+            engine._limits_s[:] = [60.0] * len(engine._limits_s)
 
     def run(key, engine):
         if key == ("m0", 1):

@@ -27,7 +27,7 @@ def over_gloo(monkeypatch):
     store = host_store("127.0.0.1")
 
     def group(topology):
-        where = {"store_host": "127.0.0.1", "store_port": store.port, "host": "127.0.0.1", "worker": 0}
+        where = {"store": ("127.0.0.1", store.port), "host": "127.0.0.1", "worker": 0}
         return {(mesh, 0): GlooTransport(topology, mesh=mesh, **where) for mesh in topology.meshes}
 
     monkeypatch.setattr(LocalTransport, "group", group)

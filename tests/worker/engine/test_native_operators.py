@@ -3,7 +3,10 @@
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.slow
 def test_every_operator_with_weights_runs_in_input_and_weight_halves_in_any_memory_order():
     done = subprocess.run(
         [sys.executable, "-m", "tests.worker.engine.native_operators"],

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.worker.engine.engine_support import LocalPipeline, batch, chain, planned
-from worker.driver.step_record import align_transfers
+from worker.driver.step_measurement import align_transfers
 from worker.transport.local import LocalTransport
 
 STAGE_S, LINK_S = 0.02, 0.02

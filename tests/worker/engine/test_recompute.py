@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.tiers import some_by_day
 from tests.worker.cuts import cut_evenly
 from tests.worker.engine.engine_support import (
     SHAPE,
@@ -83,7 +84,7 @@ def test_on_random_graphs_placements_and_choices(seed):
     check_same(run(graph, meshes, programs, batch(4), recomputed), run(graph, meshes, programs, batch(4)))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@some_by_day("schedule", ["zb-h1", "1f1b"], by_day=1)
 @pytest.mark.parametrize(
     "job", [functools.partial(gpt_job, 0.2), functools.partial(gpt_job, tied=True), unet_job]
 )

@@ -139,6 +139,23 @@ def planned_and_measured(name, schedule, recompute, mesh_of_stage, monkeypatch):
     monkeypatch.setattr(engine_stage, "save_recompute_inputs", kept)
     monkeypatch.setattr(RecomputeInputs, "take_arguments", taken)
     monkeypatch.setattr(engine_stage.StageRunner, "forward", forward)
+    runner_input, runner_weight = (
+        engine_stage.StageRunner.backward_input,
+        engine_stage.StageRunner.backward_weight,
+    )
+    stashes = {}
+
+    def backward_input(self, microbatch):
+        runner_input(self, microbatch)
+        weights, _ = self._weights[microbatch]
+        stashes[self, microbatch] = [self._module.ledger.take(tensor) for tensor in weights.tensors()]
+
+    def backward_weight(self, microbatch):
+        runner_weight(self, microbatch)
+        del stashes[self, microbatch]
+
+    monkeypatch.setattr(engine_stage.StageRunner, "backward_input", backward_input)
+    monkeypatch.setattr(engine_stage.StageRunner, "backward_weight", backward_weight)
     with LocalPipeline(
         graph, mesh_of_stage, programs, MICROBATCHES, loss=loss, recomputed=recomputed
     ) as pipeline:

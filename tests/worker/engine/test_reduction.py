@@ -16,7 +16,7 @@ from tests.worker.engine.engine_support import (
 from tests.worker.engine.lanes.test_cuda import CudaPipeline
 from worker.contract.buckets import BucketedProgram, Gradient, with_buckets
 from worker.contract.program import Instruction
-from worker.engine import engine as engine_module
+from worker.engine import lowering
 
 LOOPED = ["m0", "m1", "m0", "m1"]
 ADAM = torch.optim.AdamW
@@ -57,7 +57,7 @@ def test_a_bucket_waits_for_the_last_backward_of_its_parameters_and_the_final_re
 
 def flat(monkeypatch):
     monkeypatch.setattr(
-        engine_module,
+        lowering,
         "with_buckets",
         lambda program, _: BucketedProgram(program, {}, tuple(range(len(program)))),
     )

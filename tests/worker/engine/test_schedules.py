@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from tests.tiers import some_by_day
 from tests.worker.engine.engine_support import (
     LocalPipeline,
     Plain,
@@ -107,7 +108,7 @@ def test_a_named_schedule_with_split_backward(schedule):
     check_step(graph, mesh_of_stage, programs)
 
 
-@pytest.mark.parametrize("seed", range(25))
+@some_by_day("seed", range(25), by_day=8)
 def test_random_graphs_placements_costs_and_contention(seed):
     rng = random.Random(seed)
     graph = random_graph(rng)

@@ -19,6 +19,7 @@ from tests.worker.engine.test_heterogeneous_engines import (
 from tests.worker.engine.watched_cuda import Event
 from worker.contract.program import SEND_OPS
 from worker.engine.lanes.cuda import CudaLanes
+from worker.engine.results import SlotLimits
 from worker.parallel.resharding import StreamResharder
 from worker.transport.base import EngineError
 from worker.transport.local import LocalTransport
@@ -161,6 +162,7 @@ def test_a_sent_tensor_that_is_dropped_without_waiting_for_its_send_is_found(wat
     assert dropped and any("is freed while exchange on transfers/" in race for race in found)
 
 
+@pytest.mark.slow
 def test_tiles_that_are_packed_on_another_stream_are_found(watched, monkeypatch):
     """As if packing did not stand before the messages, on the stream of their lane."""
     enqueue = StreamResharder.enqueue
@@ -177,6 +179,7 @@ def test_tiles_that_are_packed_on_another_stream_are_found(watched, monkeypatch)
     assert any("may still use" in race for race in found)
 
 
+@pytest.mark.slow
 def test_sums_in_another_order_on_one_worker_are_found(watched):
     """Buckets of unlike sizes: NCCL would hang, or add up what does not belong together."""
 
@@ -203,3 +206,19 @@ def test_a_transfer_that_stalls_on_a_stream_names_the_worker_that_has_not_come(w
         said = _stall_of(pipeline, ("m1", 0), _batch(1))
     assert "RECV_F0@m0/e0" in said
     assert "it waits for m0/1; m0/1 has said nothing" in said
+
+
+@pytest.mark.parametrize("most", [15, 5], ids=["several actions ahead", "actions that alone are too many"])
+def test_behind_a_peer_that_never_sends_no_launch_blocks_and_the_stall_is_told(most, watched, monkeypatch):
+    """A stream takes 40 entries, and a query of an event blocks while a launch does: a host that enqueues the step in one
+    go blocks in the middle of it, and the watch with it."""
+    graph, meshes = chain(2), ["m0", "m1"]
+    programs = planned(graph, meshes, MICROBATCHES, "gpipe")[1]
+    monkeypatch.setattr("worker.engine.lanes.cuda._MAX_LAUNCHES_AHEAD", most)
+    watched(threads=True, entries=40)
+    sizes, soon = {"m0": 2, "m1": 1}, SlotLimits(factor=1.0, floor_s=0.5)
+    with UnlikePipeline(graph, meshes, programs, sizes, optimizer=_adam, limits=soon) as pipeline:
+        launches = pipeline.engines["m1", 0]._launches()
+        said = _stall_of(pipeline, ("m1", 0), _batch(1))
+    assert sum(launches) > 40, "a step is no longer than a stream"
+    assert "RECV_F0@m0/e0" in said and "it waits for m0/1; m0/1 has said nothing" in said

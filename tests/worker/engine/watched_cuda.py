@@ -3,6 +3,9 @@
 `Device(threads=True)`: every stream is a thread that runs what was enqueued, with pauses drawn from a seed, so that
 streams overtake each other wherever no event holds them back; values are then those of that order.
 
+`Device(threads=True, entries=N)`: besides, a stream takes N entries, records and waits too; one more blocks the host until
+there is room, and so does every query of an event while a launch is blocked, as the driver may do it.
+
 `Device()`: what is enqueued runs at once, and every operation of torch and of NCCL is noted with the memory that it
 reads and writes. A race is told
 
@@ -21,6 +24,7 @@ import queue
 import random
 import threading
 import time
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -44,8 +48,10 @@ class _Block:
 class Device:
     """One worker's device; hand it to CudaLanes as `cuda`."""
 
-    def __init__(self, name: str = "", *, threads: bool = False, seed: int = 0):
-        self.name, self.threads = name, threads
+    def __init__(self, name: str = "", *, threads: bool = False, seed: int = 0, entries: int | None = None):
+        self.name, self.threads, self.entries = name, threads, entries
+        self.launching = threading.Condition()
+        self.blocked_launches = 0
         self.races: list[str] = []
         self.operations = 0
         self.random = random.Random(seed)
@@ -59,6 +65,7 @@ class Device:
         self._communicators: dict[str, tuple[int, int]] = {}
         self.said: dict[str, list[tuple]] = {}
         """By communicator, what this worker enqueued on it, in order."""
+        self.nvtx = types.SimpleNamespace(range=lambda name: contextlib.nullcontext())
 
     # What CudaLanes asks of torch.cuda
 
@@ -91,11 +98,18 @@ class Device:
             for stream, clock in self._clocks.items():
                 self._host[stream] = max(self._host.get(stream, 0), clock.get(stream, 0))
 
-    def action(self, action: Callable[[], Any]) -> Callable[[], Any]:
-        """What enqueues `action` on the current stream."""
+    def action(self, action: Callable[[], Any], launches: int = 1) -> Callable[[], Any]:
+        """What enqueues `action` on the current stream, as so many entries."""
         if not self.threads:
             return action
-        return lambda: self._streams[self.current - 1].put(lambda: action() and None)
+
+        def enqueue() -> None:
+            stream = self._streams[self.current - 1]
+            stream.put(lambda: action() and None)
+            for _ in range(launches - 1):
+                stream.put(lambda: None)
+
+        return enqueue
 
     def end(self) -> None:
         """End the streams' threads."""
@@ -199,10 +213,19 @@ class Stream:
         self.device, self.cuda_stream, self.priority = device, number, priority
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._pause_s = 0.0
+        self._pending = 0
         if device.threads:
             threading.Thread(target=self._run, name=f"{device.name}-stream-{number}", daemon=True).start()
 
     def put(self, work: Callable[[], None] | None) -> None:
+        device = self.device
+        if device.entries is not None and work is not None:
+            with device.launching:
+                device.blocked_launches += 1
+                device.launching.wait_for(lambda: self._pending < device.entries)
+                device.blocked_launches -= 1
+                self._pending += 1
+                device.launching.notify_all()
         self._queue.put(work)
 
     def wait_event(self, event: Event) -> None:
@@ -225,6 +248,9 @@ class Stream:
                 work()
             except BaseException as error:  # as on a device: told when somebody waits
                 self.device.races.append(f"{self.device.name}: {type(error).__name__}: {error}")
+            with self.device.launching:
+                self._pending -= 1
+                self.device.launching.notify_all()
 
 
 class Event:
@@ -248,6 +274,10 @@ class Event:
             self._happen(number)
 
     def query(self) -> bool:
+        if self.device.entries is not None:
+            with self.device.launching:
+                free = self.device.launching.wait_for(lambda: not self.device.blocked_launches, 10)
+            assert free, "a query waits behind a launch that a full stream blocks"
         return 0 < self.recorded == self.happened
 
     def until(self, number: int) -> None:

@@ -60,7 +60,7 @@ class Lanes(Protocol):
     def computing(self) -> AbstractContextManager[Any]:
         """A context in which the calling thread computes as the compute lane does, between steps; ends when it is over."""
 
-    def measured(self) -> list[tuple[float, float]]:
+    def slot_times(self) -> list[tuple[float, float]]:
         """Start and end of every instruction of the finished step, in seconds of time.monotonic()."""
 
     def stop(self) -> None:

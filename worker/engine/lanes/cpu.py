@@ -251,7 +251,7 @@ class CpuLanes:
         self._stopped = True
         self._wakeups.put(None)
 
-    def measured(self) -> list[tuple[float, float]]:
+    def slot_times(self) -> list[tuple[float, float]]:
         """Start and end of every instruction of the finished step, monotonic seconds."""
         return list(self._slots)
 

@@ -1,8 +1,10 @@
 """Lanes on CUDA: one stream a lane, CUDA events between them, and one host thread that only enqueues.
 
-The host does not wait for the device between the first and the last instruction of a step; slot times come from
-the events and are read after it. A communicator never meets two streams at a time: state is gathered on the
-compute stream. Must not know what an action does.
+The host runs ahead of the device by a bounded number of kernels (`RunAhead`): a stream takes about a thousand, and a
+launch into a full one blocks, behind a peer that hangs for ever, and with it every query of an event. Slot times come
+from the events and are read after the step. Every action is an NVTX range of its name, which profilers of kernels
+show. A communicator never meets two streams at a time: state is gathered on
+the compute stream. Must not know what an action does.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,16 +24,19 @@ from worker.engine.lanes.base import Action, LaneStatus
 from worker.engine.results import StreamPriorities
 
 _HOST_LANE = "host"
+_MAX_LAUNCHES_AHEAD = 500
+"""Kernels of unfinished compute actions, as counted in advance: about half of what a stream takes."""
 
 
 class CudaLanes:
     """All lanes of one mesh on the current device. `actions[i]` enqueues what instruction i of `program`
-    says on the current stream. `cuda` is torch.cuda unless a test brings its own."""
+    says on the current stream, about `launches[i]` kernels. `cuda` is torch.cuda unless a test brings its own."""
 
     def __init__(
         self,
         program: Program,
         actions: Sequence[Action],
+        launches: Sequence[int],
         priorities: StreamPriorities | None = None,
         cuda: Any = torch.cuda,
     ):
@@ -41,17 +47,22 @@ class CudaLanes:
             for lane in dict.fromkeys(instruction.lane for instruction in program)
         }
         self._lane_of = [instruction.lane for instruction in program]
-        self._begin = [cuda.Event(enable_timing=True) for _ in program]
-        self._end = [cuda.Event(enable_timing=True) for _ in program]
-        self._step_start_event = cuda.Event(enable_timing=True)
+        self._names = [str(instruction) for instruction in program]
         self._waits = _event_waits(program)
+        self._ahead = RunAhead.of(program, self._waits, launches)
+        waited_for = {index for waits in self._ahead.waits.values() for index in waits}
+        self._begin = [cuda.Event(enable_timing=True) for _ in program]
+        self._end = [cuda.Event(enable_timing=True, blocking=i in waited_for) for i in range(len(program))]
+        self._step_start_event = cuda.Event(enable_timing=True)
+        self._place = {index: place for place, index in enumerate(self._ahead.order)}
         self._indices = {
             lane: [i for i, other in enumerate(self._lane_of) if other == lane] for lane in self._streams
         }
+        self._seen_ended = dict.fromkeys(self._indices, 0)
         self._finished = [cuda.Event(blocking=True) for _ in self._streams]
         self._step_start_s = 0.0
         self._enqueued = 0
-        self._host_since_s = 0.0
+        self._inside_since_s: float | None = None
         self._running = False
         self._stopped = False
         self._starts: queue.SimpleQueue = queue.SimpleQueue()
@@ -76,8 +87,9 @@ class CudaLanes:
         compute = self._streams.get(COMPUTE_LANE) or next(iter(self._streams.values()))
         self._step_start_event.record(compute)
         self._step_start_event.synchronize()
-        self._step_start_s = self._host_since_s = time.monotonic()
-        self._enqueued = 0
+        self._step_start_s = time.monotonic()
+        self._enqueued, self._inside_since_s = 0, None
+        self._seen_ended = dict.fromkeys(self._indices, 0)
         self._running = True
         self._starts.put(True)
 
@@ -95,42 +107,44 @@ class CudaLanes:
         return True
 
     def statuses(self) -> list[LaneStatus]:
-        """The status of every lane, from its events; the host itself is a lane while it enqueues."""
+        """The status of every lane, from its events; the host itself is a lane while it is inside an action."""
         if not self._running:
             return []
-        enqueued = self._enqueued
+        enqueued, since_s = self._enqueued, self._inside_since_s
         statuses = []
-        if enqueued < len(self._program):
-            statuses.append(
-                LaneStatus(_HOST_LANE, enqueued, self._host_since_s, None, enqueued - 1 if enqueued else None)
-            )
+        if enqueued < len(self._program) and since_s is not None:
+            order = self._ahead.order
+            last = order[enqueued - 1] if enqueued else None
+            statuses.append(LaneStatus(_HOST_LANE, order[enqueued], since_s, None, last))
         for lane, indices in self._indices.items():
-            last, current = None, None
-            for index in indices:
-                if index >= enqueued:
-                    break
-                if not self._end[index].query():
-                    current = index
-                    break
-                last = index
-            if current is not None:
-                statuses.append(self._status(lane, current, last))
+            ended = self._count_ended(lane, enqueued)
+            if ended < len(indices) and self._place[indices[ended]] < enqueued:
+                statuses.append(self._status(lane, indices[ended], indices[ended - 1] if ended else None))
         return statuses
 
     def last_compute(self) -> int | None:
         """The last compute instruction that ended on the device."""
-        last = None
-        for index in self._indices.get(COMPUTE_LANE, ()):
-            if index >= self._enqueued or not self._end[index].query():
+        if COMPUTE_LANE not in self._indices:
+            return None
+        ended = self._count_ended(COMPUTE_LANE, self._enqueued)
+        return self._indices[COMPUTE_LANE][ended - 1] if ended else None
+
+    def _count_ended(self, lane: str, enqueued: int) -> int:
+        """The number of instructions of a lane that have ended, of the first `enqueued` of all; asks only for those not seen
+        yet."""
+        indices, ended = self._indices[lane], self._seen_ended[lane]
+        while ended < len(indices) and self._place[indices[ended]] < enqueued:
+            if not self._end[indices[ended]].query():
                 break
-            last = index
-        return last
+            ended += 1
+        self._seen_ended[lane] = ended
+        return ended
 
     def stop(self) -> None:
         """Make the host enqueue nothing more. What waits on the device ends when its communicator does."""
         self._stopped = True
 
-    def measured(self) -> list[tuple[float, float]]:
+    def slot_times(self) -> list[tuple[float, float]]:
         """Start and end of every instruction of the finished step, monotonic seconds."""
         return [(self._at(b), self._at(e)) for b, e in zip(self._begin, self._end, strict=True)]
 
@@ -157,18 +171,20 @@ class CudaLanes:
 
     def _enqueue(self) -> None:
         cuda, streams, begin, end, waits = self._cuda, self._streams, self._begin, self._end, self._waits
-        for index, action in enumerate(self._actions):
+        for index in self._ahead.order:
+            for earlier in self._ahead.waits.get(index, ()):
+                end[earlier].synchronize()  # without the GIL; an abort ends what it waits for
             if self._stopped:
                 return
+            self._inside_since_s = time.monotonic()
             stream = streams[self._lane_of[index]]
             for earlier in waits[index]:
                 stream.wait_event(end[earlier])
             begin[index].record(stream)
-            with cuda.stream(stream):
-                action()
+            with cuda.nvtx.range(self._names[index]), cuda.stream(stream):
+                self._actions[index]()
             end[index].record(stream)
-            self._host_since_s = time.monotonic()
-            self._enqueued = index + 1
+            self._enqueued, self._inside_since_s = self._enqueued + 1, None
 
     def _status(self, lane: str, current: int, last: int | None) -> LaneStatus:
         if self._begin[current].query():
@@ -180,6 +196,66 @@ class CudaLanes:
 
     def _at(self, event: Any) -> float:
         return self._step_start_s + self._step_start_event.elapsed_time(event) / 1e3
+
+
+@dataclass(frozen=True)
+class RunAhead:
+    """The distance by which the host enqueues ahead of the device: the `order` in which it enqueues the instructions, and in
+    `waits`, by instruction, those for whose end it waits before it does.
+
+    Before a compute action it waits until the actions ahead of it, and it, have at most _MAX_LAUNCHES_AHEAD launches, or
+    until one is left. Where two have more, one of them alone may fill the stream: it is enqueued when the device can run
+    it, that is when what both wait for has ended. The transfers behind it do not wait for that with it.
+    """
+
+    order: tuple[int, ...]
+    waits: Mapping[int, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, program: Program, event_waits: Sequence[Sequence[int]], launches: Sequence[int]) -> RunAhead:
+        """`event_waits[i]` are the instructions of other lanes for which instruction i waits on the device."""
+        compute = [i for i, instruction in enumerate(program) if instruction.lane == COMPUTE_LANE]
+        waits: dict[int, tuple[int, ...]] = {}
+        for place, index in enumerate(compute):
+            first, ahead = place, launches[index]
+            while first and (
+                place - first < 1 or ahead + launches[compute[first - 1]] <= _MAX_LAUNCHES_AHEAD
+            ):
+                first -= 1
+                ahead += launches[compute[first]]
+            waited = {compute[first - 1]} if first else set()
+            if ahead > _MAX_LAUNCHES_AHEAD:
+                waited |= {w for action in compute[first : place + 1] for w in event_waits[action]}
+                if place and program[compute[place - 1]].op == "REDUCE":  # it waits for other meshes inside
+                    waited.add(compute[place - 1])
+            if waited:
+                waits[index] = tuple(sorted(waited))
+        return cls(_transfers_first(program, event_waits) if waits else tuple(range(len(program))), waits)
+
+
+def _transfers_first(program: Program, event_waits: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The order of `program`, but that a transfer which stands behind one compute action, and needs neither that nor what
+    is behind it, comes before it. Lanes keep their orders, and what is waited for stands before."""
+    last_of_lane: dict[str, int] = {}
+    needs: list[list[int]] = []
+    for index, instruction in enumerate(program):
+        same_lane = last_of_lane.get(instruction.lane)
+        needs.append([*event_waits[index], *([] if same_lane is None else [same_lane])])
+        last_of_lane[instruction.lane] = index
+    compute = [i for i, instruction in enumerate(program) if instruction.lane == COMPUTE_LANE]
+    order: dict[int, None] = {}
+    waiting: list[int] = []
+    seen = 0
+    for action, behind in zip(compute, [*compute[1:], len(program)], strict=True):
+        waiting += [i for i in range(seen, behind) if i != action]
+        seen = behind
+        for transfer in waiting:
+            if all(need in order for need in needs[transfer]):
+                order[transfer] = None
+        waiting = [transfer for transfer in waiting if transfer not in order]
+        order[action] = None
+    order.update(dict.fromkeys(waiting))
+    return tuple(order)
 
 
 def _event_waits(program: Program) -> list[list[int]]:

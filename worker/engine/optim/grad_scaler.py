@@ -17,6 +17,10 @@ from worker.engine.results import NonFiniteError, RunOptions
 
 Tensor = TypeVar("Tensor", bound=torch.Tensor)
 
+GROWTH_FACTOR, BACKOFF_FACTOR, GROWTH_INTERVAL = 2.0, 0.5, 2000
+"""As torch.amp.GradScaler's defaults: GROWTH_INTERVAL counts steps without overflow."""
+MAX_SKIPPED_STEPS = 24
+"""Steps in a row that overflow, after which a job fails: by then a scale of 65536 has come down to less than 1."""
 _MAX_SCALE = torch.finfo(torch.float32).max
 
 
@@ -27,7 +31,6 @@ class PipelineGradScaler:
     def __init__(self, scaling: LossScaling, device: torch.device | str):
         self.scale = float(scaling.init_scale)
         self.found_inf = torch.zeros((), dtype=torch.float64, device=device)
-        self._scaling = scaling
         self._device = device
         self._since_change = 0  # steps without overflow
         self._skipped = 0  # steps in a row
@@ -46,27 +49,30 @@ class PipelineGradScaler:
             torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, inverse)
         self.found_inf = found.double()
 
+    def take_found_inf(self, summed: torch.Tensor) -> None:
+        """Take over `found_inf` as it was summed over all meshes."""
+        self.found_inf = summed
+
     def end_step(self, step: int) -> tuple[float, bool]:
         """Set the scale of the next step; returns the scale of this one, and whether its gradients overflowed.
 
         NonFiniteError after too many such steps in a row. Waits for the device.
         """
-        scaling, used = self._scaling, self.scale
+        used = self.scale
         if float(self.found_inf) > 0:
-            self.scale = _as_float32(self.scale * scaling.backoff_factor)
+            self.scale = _as_float32(self.scale * BACKOFF_FACTOR)
             self._since_change, self._skipped = 0, self._skipped + 1
-            if self._skipped >= scaling.max_skipped_steps:
+            if self._skipped >= MAX_SKIPPED_STEPS:
                 raise NonFiniteError(
                     f"step {step}: the gradients of {self._skipped} steps in a row are not finite in fp16, the last "
                     f"with loss scale {used:g}: look for a loss or data that are no "
-                    "number, lower the learning rate, or train with training.precision bf16 "
-                    "(training.loss_scaling.max_skipped_steps is this limit)"
+                    "number, lower the learning rate, or train with training.precision bf16"
                 )
             return used, True
         self._skipped = 0
         self._since_change += 1
-        if self._since_change == scaling.growth_interval:
-            larger = self.scale * scaling.growth_factor
+        if self._since_change == GROWTH_INTERVAL:
+            larger = self.scale * GROWTH_FACTOR
             self.scale = _as_float32(larger) if larger <= _MAX_SCALE else self.scale
             self._since_change = 0
         return used, False

@@ -10,6 +10,7 @@ optimizer honours found_inf. Must not know programs, lanes or microbatches.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,17 +22,19 @@ from worker.contract.buckets import Gradient
 from worker.engine.forward import drop_casts
 from worker.engine.lanes.base import Finish, chain_finish
 from worker.engine.local_stages import LocalStages, named_buffers, named_parameters
+from worker.engine.optim.cross_sums import complete_sums, sums_over_ranks, zero_parameter
 from worker.engine.optim.grad_scaler import PipelineGradScaler, group_by_dtype
-from worker.engine.optim.state_dict import load_groups, load_schedule, save_groups
+from worker.engine.optim.state_dict import class_name, load_groups, load_schedule, save_groups
 from worker.engine.results import NonFiniteError, RunOptions
+from worker.model.rng import release_rng_lock
 from worker.parallel.collectives import Collectives
 from worker.parallel.process_groups import PP_GROUP, WORLD, dp_group
-from worker.transport.base import finish
+from worker.transport.base import finish, real_view
 
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """How REDUCE and STEP treat gradients.
+    """The settings by which REDUCE and STEP treat gradients.
 
     `non_finite`: "stop" raises, "skip" leaves parameters and optimizer as they are; norm and flags lie on `device`, also
     where the mesh has no parameters. `sharded` and `tensor` are those of RunOptions."""
@@ -132,6 +135,9 @@ class ModelUpdate:
         self.updated: Mapping[str, nn.Parameter] = self.parameters
         trainable = [p for p in self.parameters.values() if p.requires_grad]
         self.optimizer = optimizer(trainable) if optimizer is not None and trainable else None
+        # STEP waits for that of the other meshes, where the optimizer sums over the parameters of all.
+        self.sums_in_step = False
+        self._joining = self._complete_sums(optimizer) if optimizer and len(topology.meshes) > 1 else None
         self.lr_schedule = lr_schedule(self.optimizer) if lr_schedule and self.optimizer else None
         self._norm: torch.Tensor | None = None
         self._bucketed = frozenset(bucketed)
@@ -186,12 +192,14 @@ class ModelUpdate:
         """
         drop_casts()
         norm = self._norm
+        if self._joining is not None and math.isfinite(float(norm)):
+            self._joining.step()
         if not self.parameters:
             return
         for parameter, makers in self._gradient_counts.items():
             if float(makers) == 0:
                 parameter.grad = None  # as in a plain loop, so neither decay nor momentum moves it
-        if norm.is_cuda and honours_found_inf(self.optimizer):
+        if norm.is_cuda and honours_found_inf(self.optimizer) and not self.sums_in_step:
             self.optimizer.found_inf = (~torch.isfinite(norm)).float()
         elif not math.isfinite(float(norm)):
             return
@@ -199,10 +207,39 @@ class ModelUpdate:
         limit = self._settings.clip_grad_norm
         if limit is not None and gradients:
             coefficient = torch.clamp(limit / (norm + 1e-6), max=1.0)
-            torch._foreach_mul_(gradients, coefficient.to(gradients[0].dtype))
+            torch._foreach_mul_(gradients, coefficient.to(gradients[0].dtype.to_real()))
         if self.optimizer is not None:
             with torch.enable_grad():
                 self.optimizer.step()
+
+    def _complete_sums(
+        self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    ) -> torch.optim.Optimizer | None:
+        """Have an optimizer that sums over its parameters sum over those of all meshes, in STEP. On a mesh that trains none
+        an optimizer of a zero, which enters the sums of the others; it is no state."""
+        joining = None
+        if self.optimizer is None:
+            try:
+                joining = make([zero_parameter(self._settings.device)])
+            except Exception:  # a factory that wants more than one parameter, which no trial of sums passes
+                return None
+        optimizer = self.optimizer or joining
+        self.sums_in_step = sums_over_ranks(optimizer)
+        if not self.sums_in_step:
+            return None
+        leads = self.collectives.mesh == self.collectives.topology.meshes[0]
+        complete_sums(optimizer, self._sum_over_meshes, leads=leads, device=self._settings.device)
+        return joining
+
+    @torch.no_grad()
+    def _sum_over_meshes(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum `tensor` over the meshes, in place; the ranks of a mesh have equal ones, of which one counts."""
+        total = tensor.detach().to(torch.float64, copy=True)
+        if self._norm_of_world and self.collectives.worker > 0:
+            total.zero_()
+        with release_rng_lock():  # other threads of this process may be those of other workers
+            self.collectives.all_reduce(self._norm_group, total)
+        return tensor.copy_(total)
 
     def gather(self) -> None:
         """STEP, after `step`: gather the partitions that other workers updated; without ZeRO-1 there are none."""
@@ -225,13 +262,14 @@ class ModelUpdate:
         return UpdateResult(value, loss_scale=scale)
 
     def state(self) -> dict[str, Any]:
-        """Parameters, buffers and optimizer state by original name. Tensor-parallel ones are whole: all ranks of the group
-        call this at the same time."""
-        own = self._own_state()
-        return own if self._shards is None else self._shards.whole_state(own)
+        """Parameters, buffers and optimizer state by original name, of tensor-parallel ones this rank's shards. ValueError
+        for optimizer state that cannot be split so."""
+        state = self._own_state()
+        if self._shards is not None:
+            self._shards.check_state(state)
+        return state
 
     def _own_state(self) -> dict[str, Any]:
-        """As `state`, with this worker's shards of tensor-parallel matrices."""
         names = self._optimized_names()
         saved = (
             self.optimizer.state_dict() if self.optimizer is not None else {"state": {}, "param_groups": []}
@@ -240,6 +278,7 @@ class ModelUpdate:
             "parameters": {name: p.detach() for name, p in self.parameters.items()},
             "buffers": dict(self._buffers),
             "optimizer": {names[index]: entry for index, entry in saved["state"].items()},
+            "optimizer_class": None if self.optimizer is None else class_name(self.optimizer),
             "optimizer_groups": []
             if self.optimizer is None
             else save_groups(self.optimizer, self._name_of(), self.lr_schedule),
@@ -247,15 +286,9 @@ class ModelUpdate:
             "loss_scale": None if self.scaler is None else self.scaler.state(),
         }
 
+    @torch.no_grad()
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state`; `state` may hold other meshes' entries too. KeyError names what is missing."""
-        self._load_own(
-            state if self._shards is None else self._shards.part_of_state(state, {*self.parameters})
-        )
-
-    @torch.no_grad()
-    def _load_own(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `_own_state`."""
         for kind, tensors in (("parameters", self.parameters), ("buffers", self._buffers)):
             for name, tensor in tensors.items():
                 if name not in state[kind]:
@@ -272,6 +305,15 @@ class ModelUpdate:
         self.optimizer.load_state_dict({"state": entries, "param_groups": groups})
         if self.lr_schedule is not None and state.get("lr_schedule"):
             load_schedule(self.lr_schedule, state["lr_schedule"], taken)
+
+    def advance_schedule(self, steps: int) -> None:
+        """Move the learning-rate schedule on by `steps`, without training; the rates are then those of the next step."""
+        if self.lr_schedule is None:
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+            for _ in range(steps):
+                self.lr_schedule.step()
 
     def _optimized_names(self) -> list[str]:
         """Original names in the order in which the optimizer numbers its parameters."""
@@ -323,7 +365,7 @@ class ModelUpdate:
 
     def _global_norm(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         """The norm over all meshes; NaN when a loss is not finite, so that every mesh sees that."""
-        gradients = self._gradients_of_norm()
+        gradients = [real_view(gradient) for gradient in self._gradients_of_norm()]
         if self._shards is not None:
             self._shards.average_replicated(
                 {name: p.grad for name, p in self.updated.items() if p.grad is not None}
@@ -347,7 +389,8 @@ class ModelUpdate:
         if self._norm_group in self.collectives.groups:
             self.collectives.all_reduce(self._norm_group, sums)
         if self.scaler is not None:
-            total, self.scaler.found_inf = sums.unbind()
+            total, found_inf = sums.unbind()
+            self.scaler.take_found_inf(found_inf)
         return total.sqrt()
 
     def _gradients_of_norm(self) -> list[torch.Tensor]:

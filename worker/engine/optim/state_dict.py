@@ -24,6 +24,11 @@ _CUT_SPECIFIC_KEYS = (PARAMS_KEY, SCHEDULE_KEY, "param_names")
 IMPLEMENTATION_FLAGS = ("fused", "foreach", "capturable", "differentiable")
 
 
+def class_name(optimizer: torch.optim.Optimizer) -> str:
+    """The class of an optimizer, as a checkpoint names it."""
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
 def save_groups(
     optimizer: torch.optim.Optimizer, name_of: Callable[[torch.Tensor], str], schedule: Any | None
 ) -> list[dict[str, Any]]:
@@ -102,7 +107,7 @@ def _check_same_settings(
         return
     settings, other_settings = settings_of(group), settings_of(other)
     for key in sorted(settings.keys() | other_settings.keys()):
-        if not _equal(settings.get(key), other_settings.get(key)):
+        if not equal_settings(settings.get(key), other_settings.get(key)):
             raise ValueError(
                 f"parameters {name!r} and {other_name!r} are in one group of the optimizer, but were saved with "
                 f"{key} {settings.get(key)!r} and {other_settings.get(key)!r}: let optimizer.factory group parameters by "
@@ -110,7 +115,8 @@ def _check_same_settings(
             )
 
 
-def _equal(one: Any, other: Any) -> bool:
+def equal_settings(one: Any, other: Any) -> bool:
+    """True where two settings of a group are equal, which may be tensors."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
     return one == other

@@ -146,13 +146,15 @@ class Zero1Update(ModelUpdate):
         own = super()._own_state()
         return {**own, "optimizer": self._gathered_state(own["optimizer"])}
 
-    def _load_own(self, state: Mapping[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take over a state as without ZeRO-1: `state` has whole entries of the optimizer, of which this rank takes its
+        partitions."""
         parts = {
             name: partition_state_entry(entry, self.parameters[name], self._parts)
             for name, entry in state["optimizer"].items()
             if name in self.updated
         }
-        super()._load_own({**state, "optimizer": parts})
+        super().load_state({**state, "optimizer": parts})
 
     # REDUCE
 

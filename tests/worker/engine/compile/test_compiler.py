@@ -20,9 +20,8 @@ from worker.engine.compile import (
     missing_compiler,
     pieces_of,
     time_limit,
-    uncompiled,
 )
-from worker.engine.forward import run_forward
+from worker.engine.forward import run_forward, uncompiled
 
 
 def a_compiler(limit_s=3600.0):
@@ -117,7 +116,6 @@ def test_a_backward_in_two_parts_makes_the_gradients_of_the_whole_one():
     stage.zero_grad()
     x, outputs, gradients = run()
     (found,), weights = backward_input(outputs, gradients, [x])
-    assert all(p.grad is None for p in parameters)
     torch.testing.assert_close(found, of_x)
     weights.run()
     for p, one in zip(parameters, expected, strict=True):
@@ -171,7 +169,7 @@ SHAPE = "[2, 256, 8]"
     ("backend", "limit_s", "why"),
     [
         (broken, 3600.0, "NotImplementedError: no such operator here"),
-        (slow, 1.0, "compiling took longer than training.compile_limit_s, 1 s for all stages"),
+        (slow, 1.0, "compiling took longer than 1 s for all stages"),
         (wrong, 3600.0, "compiled, an output of shape [2, 256, 8] differs by 1 of its size (at most 0.0001"),
         (of_another_type, 3600.0, f"an output is {SHAPE} torch.float64, as traced {SHAPE} torch.float32"),
         (of_another_shape, 3600.0, f"an output is [1, 2, 256, 8] torch.float32, as traced {SHAPE} torch"),

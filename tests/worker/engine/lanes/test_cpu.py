@@ -31,7 +31,7 @@ def run(program, actions):
         lanes.start()
         ended = lanes.wait(LIMIT_S)
         assert ended, lanes.statuses()
-        return lanes.measured()
+        return lanes.slot_times()
     finally:
         assert lanes.close(LIMIT_S) == []
 

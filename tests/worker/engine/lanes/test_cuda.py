@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+from tests.tiers import some_by_day
 from tests.worker.engine.engine_support import (
     LocalPipeline,
     Plain,
@@ -20,7 +21,7 @@ from tests.worker.engine.engine_support import (
 from tests.worker.engine.fake_cuda import Machine
 from worker.contract.program import COMPUTE_OPS, RECEIVE_OPS, SEND_OPS, Instruction
 from worker.engine.engine import Engine
-from worker.engine.lanes.cuda import CudaLanes
+from worker.engine.lanes.cuda import CudaLanes, RunAhead
 from worker.engine.results import StageError, StreamPriorities
 from worker.transport.local import LocalTransport
 
@@ -67,7 +68,7 @@ class CudaPipeline(LocalPipeline):
         cuda = self.machine.device(engine._mesh, engine._worker)
         self.cudas[engine._mesh if engine._worker == 0 else (engine._mesh, engine._worker)] = cuda
         logged = [self.logged(cuda, engine, i, action) for i, action in enumerate(actions)]
-        lanes = CudaLanes(engine._program, logged, StreamPriorities(), cuda)
+        lanes = CudaLanes(engine._program, logged, engine._launches(), StreamPriorities(), cuda)
         self.changed(engine, lanes)
         return lanes
 
@@ -76,7 +77,7 @@ class CudaPipeline(LocalPipeline):
         return lambda: cuda.operation(index, engine._program[index], action)
 
 
-@pytest.mark.parametrize("seed", [None, 1, 2])
+@some_by_day("seed", [None, 1, 2], by_day=1)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b", "zb-h1"])
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_the_host_enqueues_a_step_without_waiting_and_the_gradients_are_right_in_any_order(
@@ -95,10 +96,64 @@ def test_the_host_enqueues_a_step_without_waiting_and_the_gradients_are_right_in
             for name, gradient in pipeline.gradients().items():
                 torch.testing.assert_close(gradient, gradients[name], rtol=1e-10, atol=1e-12)
             for cuda in pipeline.cudas.values():
-                calls = "".join(call[0] for call in cuda.calls)
-                inside = calls[calls.index("o") : calls.rindex("o")]
-                assert "s" not in inside, "the host waits for its device within a step"
+                assert "s" not in calls_inside(cuda), "few actions all run ahead"
                 cuda.calls.clear()
+
+
+@pytest.mark.parametrize("most", [10, 4])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_host_that_runs_ahead_by_few_actions_ends_each_step_with_the_right_gradients(
+    schedule, most, monkeypatch
+):
+    """Whatever stream goes on first, no mesh waits for one whose host waits."""
+    monkeypatch.setattr("worker.engine.lanes.cuda._MAX_LAUNCHES_AHEAD", most)
+    graph, meshes = skips(), ["m0", "m1", "m2", "m3"]
+    programs = planned(graph, meshes, 5, schedule)[1]
+    losses, gradients = Plain(graph).step(*batch(5))
+    for seed in range(3):
+        with CudaPipeline(monkeypatch, graph, meshes, programs, 5, seed=seed) as pipeline:
+            results = pipeline.step(0, [batch(5)])
+            assert results[meshes[-1], 0].losses == pytest.approx(losses, abs=1e-10)
+            for name, gradient in pipeline.gradients().items():
+                torch.testing.assert_close(gradient, gradients[name], rtol=1e-10, atol=1e-12)
+            assert all(calls_inside(cuda).count("s") >= 5 for cuda in pipeline.cudas.values())
+
+
+def calls_inside(cuda):
+    """What the host said from its first action of a step to its last, a letter each: s where it waited for the device."""
+    calls = "".join(call[0] for call in cuda.calls)
+    return calls[calls.index("o") : calls.rindex("o")]
+
+
+def run_ahead(launches, waits=None):
+    """Of microbatches whose action has so many launches, each received before it and sent after the next one began."""
+    program, event_waits = [], []
+    for m in range(len(launches)):
+        program += [
+            Instruction("RECV_F", "recv:m0", 0, m, 0, "m0", record=3 * m),
+            Instruction("F", "compute", 0, m, wait=(3 * m,), record=3 * m + 1),
+        ]
+        event_waits += [[], [3 * m]] if m == 0 else [[], [len(program) - 2]]
+        if m:
+            program.append(Instruction("SEND_F", "send:m2", 0, m - 1, 1, "m2", wait=(3 * m - 2,)))
+            event_waits.append([next(i for i, one in enumerate(program) if one.record == 3 * m - 2)])
+    of_instruction = [launches[one.microbatch] if one.op == "F" else 0 for one in program]
+    ahead = RunAhead.of(program, event_waits, of_instruction)
+    named = [f"{one.op[0]}{one.microbatch}" for one in program]
+    waits = {named[i]: [named[w] for w in waited] for i, waited in ahead.waits.items()}
+    return waits, [named[i] for i in ahead.order]
+
+
+def test_the_host_waits_until_what_is_ahead_of_an_action_fits_with_it_into_the_stream():
+    waits, _ = run_ahead([200, 200, 100, 100, 300])
+    assert waits == {"F3": ["F0"], "F4": ["F1"]}, "300 + 100 + 100, and not 200 more"
+    assert run_ahead([100] * 3) == ({}, ["R0", "F0", "R1", "F1", "S0", "R2", "F2", "S1"])
+
+
+def test_an_action_that_alone_fills_the_stream_is_enqueued_when_the_device_can_run_it_and_transfers_before():
+    waits, order = run_ahead([400, 400, 400])
+    assert waits == {"F1": ["R0", "R1"], "F2": ["F0", "R1", "R2"]}
+    assert order == ["R0", "R1", "F0", "S0", "R2", "F1", "S1", "F2"], "S0 waits for no receive of F1"
 
 
 def one_chain():
@@ -247,11 +302,25 @@ def test_a_wait_for_what_is_enqueued_later_is_refused(spoilt):
         Instruction("REDUCE", "reduce", stage=0, wait=(1,)),
         Instruction("REDUCE", "compute"),
     )
-    lanes = CudaLanes(program, [lambda: None] * 4, cuda=Machine(0).device("m0"))
+    lanes = CudaLanes(program, [lambda: None] * 4, [1] * 4, cuda=Machine(0).device("m0"))
     assert lanes.close(20.0) == []
     order = (0, 2, 1, 3) if spoilt == "later" else (0, 2, 3)
     wrong = tuple(program[k] for k in order)
     with pytest.raises(
         ValueError, match="0REDUCE waits for event 1, which nothing before it in the program records"
     ):
-        CudaLanes(wrong, [lambda: None] * len(wrong), cuda=Machine(0).device("m0"))
+        CudaLanes(wrong, [lambda: None] * len(wrong), [1] * len(wrong), cuda=Machine(0).device("m0"))
+
+
+def test_every_action_is_enqueued_in_a_range_of_its_name():
+    program = (
+        Instruction("F", "compute", stage=2, microbatch=0, record=0),
+        Instruction("SEND_F", "m0>m1", stage=2, microbatch=0, wait=(0,), peer="m1", edge=3),
+        Instruction("REDUCE", "compute"),
+    )
+    device = Machine(0).device("m0")
+    within = []
+    lanes = CudaLanes(program, [lambda: within.append([*device.nvtx.open])] * 3, [1] * 3, cuda=device)
+    lanes.start()
+    assert lanes.wait(20.0) and lanes.close(20.0) == []
+    assert within == [["2F0"], ["2SEND_F0@m1/e3"], ["REDUCE"]] and device.nvtx.open == []

@@ -17,8 +17,6 @@ from tests.worker.engine.engine_support import (
     tied_chain,
 )
 from tests.worker.engine.optim.test_reduce_and_step import decaying, with_spare
-from tests.worker.odd_jobs import Rowwise
-from worker.engine.optim.trials import check_tensor_parallel_optimizer, check_zero1_optimizer
 from worker.engine.optim.zero1 import FlatPartition, local_partitions
 from worker.transport.base import Topology
 from worker.transport.local import LocalTransport
@@ -250,42 +248,6 @@ def test_buckets_are_scattered_beside_the_backwards():
             assert lanes == {"reduce", "compute"}
             results.append(state_of(pipeline))
     assert_same(results[1], results[0], **EXACT)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_that_update_each_element_by_itself_may_be_shared(name):
-    check_zero1_optimizer(OPTIMIZERS[name])
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "said"),
-    [
-        (Rowwise, "optimizer Rowwise updates a part of a parameter otherwise"),
-        (torch.optim.Adafactor, "optimizer Adafactor cannot update parameters in parts"),
-        (torch.optim.Muon, "cannot update parameters in parts"),
-        (torch.optim.LBFGS, "optimizer LBFGS cannot update parameters in parts"),
-    ],
-)
-def test_others_are_refused_by_name(optimizer, said):
-    with pytest.raises(ValueError, match=said):
-        check_zero1_optimizer(optimizer)
-
-
-class ElsewhereOnly(torch.optim.SGD):
-    """As those of kernels that know one kind of device."""
-
-    def step(self, closure=None):
-        if any(p.device.type != "meta" for group in self.param_groups for p in group["params"]):
-            raise RuntimeError("not on this device")
-        raise NotImplementedError("it was tried where it trains")
-
-
-@pytest.mark.parametrize("check", [check_zero1_optimizer, check_tensor_parallel_optimizer])
-def test_an_optimizer_is_tried_where_it_trains(check):
-    with pytest.raises(ValueError, match="not on this device"):
-        check(ElsewhereOnly)
-    with pytest.raises(ValueError, match="it was tried where it trains"):
-        check(ElsewhereOnly, "meta")
 
 
 @pytest.mark.parametrize(("elements", "workers"), [(0, 2), (1, 3), (5, 4), (12, 3), (7, 2)])
