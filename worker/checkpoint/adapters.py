@@ -119,7 +119,7 @@ def find_adapters(
     entries: tuple[StateDictEntry, ...],
     configuration: Callable[[nn.Module], tuple[dict[str, str], str]],
 ) -> Adapters | None:
-    """What of `model`, whose state_dict has `entries`, is adapters; None where it is no model of peft.
+    """The adapters of `model`, whose state_dict has `entries`; None where it is no model of peft.
 
     `configuration` gives the files that lie beside a model's weights. Raises ValueError for adapters that are not
     parameters of the model (prompts, which peft computes).
@@ -172,7 +172,7 @@ def _base_entries(
 
 
 def _lora_deltas(model: nn.Module, active: str) -> tuple[dict[str, LoraDelta], str]:
-    """By tensor; and why the adapters cannot be merged, if so."""
+    """The deltas of LoRA by tensor; and the reason for which the adapters cannot be merged, if there is one."""
     if type(model.base_model).__name__ != "LoraModel":
         return {}, f"its adapters are of {type(model.base_model).__name__}, not LoRA"
     names = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -225,8 +225,8 @@ _ALLOWED_GLOBALS: dict[tuple[str, str], Any] = {
 
 
 class DcpFolder:
-    """What `torch.distributed.checkpoint.save` wrote into a folder: its tensors, by the path of their names in what was
-    saved. Chunks of several processes are joined when they are read."""
+    """The tensors that `torch.distributed.checkpoint.save` wrote into a folder, by the path of their names in the saved
+    dict. Chunks of several processes are joined when they are read."""
 
     def __init__(self, folder: Path):
         self._reader = _RestrictedReader(folder)

@@ -302,8 +302,8 @@ def _check_names_and_shapes(path: str, record: ModelRecord, files: WeightFiles) 
 
 
 def _expected_entries(record: ModelRecord, files: WeightFiles) -> Sequence[StateDictEntry]:
-    """What the files are to have: the whole state_dict, or of a model of peft that of the model below, whose adapters
-    begin as their factory makes them."""
+    """The entries that the files are to have: the whole state_dict, or of a model of peft that of the model below, whose
+    adapters begin as their factory makes them."""
     if record.adapters is None or any(entry.name in files.shapes for entry in record.entries):
         return record.entries
     return record.adapters.base

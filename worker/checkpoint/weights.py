@@ -59,7 +59,7 @@ class ExportResult:
 
 @dataclass(frozen=True)
 class _ExportContent:
-    """What of a model is written: entries, the files beside them, how their files are called, and what is added to
+    """The part of a model that is written: entries, the files beside them, the stem of their names, and what is added to
     tensors."""
 
     entries: tuple[StateDictEntry, ...]

@@ -23,8 +23,8 @@ from worker.contract.costs import batch_dimension
 from worker.contract.profile import CutError
 from worker.engine.forward import drop_casts, run_forward
 from worker.model.export import TracedModel
-from worker.model.parity import Tolerance, compare, gradient_floor, tolerance_for
-from worker.model.rng import RNG_LOCK, RandomState, reseed_at_random_ops, seeded
+from worker.model.parity import Outcome, Tolerance, compare, first_mismatch, tolerance_for
+from worker.model.rng import RandomState, reseed_at_random_ops, seeded
 from worker.model.stages import StageBuilder, StageGraph, StageModule
 from worker.parallel.tensor.shards import TensorParallelShards
 from worker.transport.base import EngineError
@@ -41,7 +41,7 @@ def check_batch_sharding(
     *,
     when: str = "",
 ) -> None:
-    """Raise CutError, naming the tensor, where one that goes between stages on meshes of unlike sizes is not the same
+    """Raise CutError, naming the tensor, where one that goes between stages on heterogeneous meshes is not the same
     however many workers share the microbatch.
 
     `models` and `samples` (the inputs of each worker of a mesh) by the number of workers of a mesh; `when` says for
@@ -103,7 +103,7 @@ def _check_tensor(
             raise CutError(
                 f"tensor {tensor!r} is another{when} where {len(one)} workers share a microbatch than where {len(other)} "
                 "do: it holds what depends on all rows that a worker has (their number or order, or a mean over them), and "
-                "cannot go between meshes of unlike sizes; give both meshes the same number of workers, or keep the "
+                "cannot go between heterogeneous meshes; give both meshes the same number of workers, or keep the "
                 "stages that make and use it on one mesh (pipeline.cut)"
             )
 
@@ -196,7 +196,7 @@ class StageCheckContext:
 
 
 @dataclass(frozen=True)
-class _StageOutcome:
+class _StageRun:
     outputs: Mapping[str, Tensor]
     inputs: Mapping[str, Tensor]
     parameters: Mapping[str, Tensor]
@@ -230,7 +230,7 @@ def check_tensor_parallel(
     return notes
 
 
-def _run_unsharded(stage: StageModule, place: StageCheckContext) -> _StageOutcome | None:
+def _run_unsharded(stage: StageModule, place: StageCheckContext) -> _StageRun | None:
     """The outcome of the whole stage; None where it does not fit into memory."""
     try:
         stage = stage.to(place.device)
@@ -240,7 +240,7 @@ def _run_unsharded(stage: StageModule, place: StageCheckContext) -> _StageOutcom
         return None
 
 
-def _run_stage(stage: StageModule, place: StageCheckContext) -> _StageOutcome:
+def _run_stage(stage: StageModule, place: StageCheckContext) -> _StageRun:
     before = [(buffer, buffer.detach().clone()) for buffer in stage.buffers()]
     inputs = dict(zip(stage.inputs, _stage_inputs(stage, place), strict=True))
     leaves = {
@@ -248,9 +248,8 @@ def _run_stage(stage: StageModule, place: StageCheckContext) -> _StageOutcome:
     }
     for leaf in leaves.values():
         leaf.requires_grad_()
-    with (
-        RNG_LOCK,
-        seeded(_TENSOR_PARALLEL_SEED),
+    with seeded(
+        _TENSOR_PARALLEL_SEED
     ):  # operations that draw start from the seeds of step 0, as their engine has them
         run = run_forward(
             stage,
@@ -263,7 +262,7 @@ def _run_stage(stage: StageModule, place: StageCheckContext) -> _StageOutcome:
     torch.autograd.backward(
         roots, [_random_tensor(one.shape, one.dtype, k, place) for k, one in enumerate(roots)]
     )
-    made = _StageOutcome(
+    made = _StageRun(
         dict(zip(stage.outputs, (one.detach() for one in run.outputs), strict=True)),
         {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None},
         {
@@ -299,25 +298,26 @@ def _random_tensor(shape: Sequence[int], dtype: torch.dtype, number: int, place:
 
 def _compare_stage(
     index: int,
-    expected: _StageOutcome,
-    found: _StageOutcome,
+    expected: _StageRun,
+    found: _StageRun,
     share: TensorParallelShards,
     tolerance: Tolerance,
     worker: str,
 ) -> None:
     whole = {name: share.part(name, gradient) for name, gradient in expected.parameters.items()}
-    least_gradient = gradient_floor([*whole.values(), *expected.inputs.values()])
-    for what, found_tensors, expected_tensors, floor, allowed in (
-        ("output", found.outputs, expected.outputs, 0.0, tolerance.values),
-        ("the gradient of input", found.inputs, expected.inputs, least_gradient, tolerance.gradients),
-        ("the gradient of", found.parameters, whole, least_gradient, tolerance.gradients),
-    ):
-        for name in expected_tensors:
-            distance = compare(expected_tensors[name], found_tensors.get(name), allowed, floor)
-            if not distance.is_rounding:
-                raise EngineError(
-                    f"{worker}: {what} {name!r} of stage {index} differs by {distance} between workers "
-                    "that share its matrices and one that has the whole: their sums are wrong on these accelerators; set "
-                    "resources.*.tensor to 1, or training.check_trace to false where the stage's values are known to "
-                    "vary so"
-                )
+    outcomes = (
+        Outcome(
+            {f"output {name!r}": tensor for name, tensor in run.outputs.items()},
+            {
+                **{f"the gradient of input {name!r}": gradient for name, gradient in run.inputs.items()},
+                **{f"the gradient of {name!r}": gradient for name, gradient in parameters.items()},
+            },
+        )
+        for run, parameters in ((expected, whole), (found, found.parameters))
+    )
+    if (mismatch := first_mismatch(*outcomes, tolerance)) is not None:
+        raise EngineError(
+            f"{worker}: {mismatch.name} of stage {index} differs by {mismatch.distance} between workers "
+            "that share its matrices and one that has the whole: their sums are wrong on these accelerators; set "
+            "tp to 1, or training.check_trace to false where the stage's values are known to vary so"
+        )

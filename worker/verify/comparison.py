@@ -26,6 +26,7 @@ from worker.model.parity import (
     gradient_pair,
     rms,
 )
+from worker.transport.base import real_view
 from worker.verify.plain import PlainStep
 from worker.verify.recorder import BackwardSlot, StepRecord, probe_norm
 
@@ -36,7 +37,7 @@ class DifferenceFound(Exception):
 
 @dataclass
 class WorstDistances:
-    """The greatest distance of each kind of thing, how many were compared, and what is allowed."""
+    """The number of comparisons, the greatest distance and the allowed one, by kind of tensor."""
 
     kinds: dict[str, tuple[int, float, float]] = field(default_factory=dict)
 
@@ -51,8 +52,8 @@ class WorstDistances:
 
 @dataclass(frozen=True)
 class WorkerState:
-    """A worker's tensors by original name, and the stages of each name there; which part of a microbatch is its, and which
-    `part` it has of the whole of a parameter."""
+    """A worker's tensors by original name, the stages of each name there, its data-parallel rank, and the `part` that it
+    holds of a whole parameter."""
 
     mesh: str
     worker: int
@@ -72,9 +73,8 @@ class WorkerState:
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """One step of the pipeline: its losses by worker and microbatch, the norm and the learning rates that it tells,
-    whether it left the update out, the gradients that each holder's optimizer was given, by holder and name, and in fp16
-    the loss scale that each worker tells."""
+    """One step of the pipeline: losses by worker and microbatch, gradient norm, learning rates by mesh, whether the update
+    was skipped, the gradients of each holder's optimizer by name, and in fp16 the loss scale of each worker."""
 
     losses: Mapping[tuple[int, int], float]
     norm: float | None
@@ -123,28 +123,37 @@ def check_transfers(step: int, record: StepRecord, worst: WorstDistances) -> Non
         )
 
 
+@dataclass(frozen=True)
+class ComparisonContext:
+    """The same for all steps of a run: the workers' states, the tolerance, the worst distances so far, the job's
+    training.clip_grad_norm, and whether meshes split a microbatch over different numbers of workers."""
+
+    holders: Sequence[WorkerState]
+    tolerance: Tolerance
+    worst: WorstDistances
+    clip: float | None
+    heterogeneous: bool = False
+
+
 class StepComparison:
-    """One step of both; the checks are called in the order in which they stand here. `first_forward`
-    says which forward was the first that made something else, of a worker and microbatch whose loss differs."""
+    """Compares one step of both runs; the checks are called in the order in which they are defined. `first_forward` names
+    the first forward that differs, of a worker and microbatch whose loss differs; `optimizer_reason` says why an optimizer
+    updates a parameter otherwise than the plain model's, where the parameters that it has are the reason, else nothing."""
 
     def __init__(
         self,
         step: int,
         plain: PlainStep,
         pipeline: PipelineStep,
-        holders: Sequence[WorkerState],
-        tolerance: Tolerance,
-        worst: WorstDistances,
+        context: ComparisonContext,
         *,
-        clip: float | None,
         first_forward: Callable[[int, int], str],
-        heterogeneous: bool = False,
+        optimizer_reason: Callable[[WorkerState, str], str],
     ) -> None:
-        """`heterogeneous`: meshes share a microbatch among unlike numbers of workers."""
-        self._heterogeneous = heterogeneous
         self._step, self._plain, self._pipeline = step, plain, pipeline
-        self._holders, self._tolerance, self._worst = holders, tolerance, worst
-        self._clip, self._first_forward = clip, first_forward
+        self._holders, self._tolerance, self._worst = context.holders, context.tolerance, context.worst
+        self._clip, self._heterogeneous = context.clip, context.heterogeneous
+        self._first_forward, self._optimizer_reason = first_forward, optimizer_reason
 
     def check_transfers(self) -> None:
         check_transfers(self._step, self._pipeline.record, self._worst)
@@ -194,12 +203,15 @@ class StepComparison:
         self._check_norm()
 
     def check_rate(self) -> None:
+        holders = {str(holder): holder for holder in self._holders}
         for mesh, rate in self._pipeline.learning_rates.items():
             distance = compare_numbers(self._plain.learning_rate, rate, LEARNING_RATE_TOLERANCE)
             self._worst.add("learning rates", distance)
             if not distance.is_rounding:
+                name = next(iter(holders[mesh].parameters), "")
                 raise self._different(
                     f"the learning rate on {mesh} is {rate:.8g}, in the plain model {self._plain.learning_rate:.8g}"
+                    + self._optimizer_reason(holders[mesh], name)
                 )
 
     def check_parameters(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
@@ -221,6 +233,7 @@ class StepComparison:
                         "did not change, as the plain model's does: is it in no group of the optimizer?"
                         if still
                         else f"differs by {apart:.3g} of what the step changes"
+                        + self._optimizer_reason(holder, name)
                     )
                     raise self._different(f"after STEP on {holder}, {name!r} {what}")
 
@@ -330,13 +343,13 @@ class StepComparison:
         return wrong
 
     def _comparison_key(self, rows: int, microbatch: int) -> tuple[int, int]:
-        """Workers of meshes of unlike sizes have other rows: together they have those of the microbatch."""
+        """Ranks of heterogeneous meshes have different rows: together they have those of the microbatch."""
         return (0 if self._heterogeneous else rows, microbatch)
 
 
 def _scale_factor(expected: Tensor, found: Tensor, tolerance: float, floor: float) -> float | None:
     """The number that `found` is `expected` times, where there is one."""
-    expected, found = expected.double().flatten(), found.double().flatten()
+    expected, found = (real_view(one).double().flatten() for one in (expected, found))
     whole = float(expected @ expected)
     if not whole or rms(expected) < floor or not math.isfinite(whole):
         return None

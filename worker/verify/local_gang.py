@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from worker.actor.actor import Worker
-from worker.actor.assignment import make_assignments
+from worker.actor.assignment import LoadLimits, make_assignments
 from worker.actor.step_result import WorkerStep
 from worker.contract.failures import AttemptFailure, first_cause
 from worker.contract.job import Job
@@ -187,8 +187,7 @@ class LocalGang:
             [(worker.mesh, "127.0.0.1") for worker in self.workers],
             tensors=first._job.tensors,
             store=("127.0.0.1", store.port),
-            connect_s=_CONNECT_S,
-            slot_limits=_SLOT_LIMITS,
+            limits=LoadLimits(_CONNECT_S, _CONNECT_S, _SLOT_LIMITS),
             planned_bytes=dict.fromkeys(meshes, planned_bytes),
             evaluation=evaluation,
         )

@@ -10,9 +10,10 @@ import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from worker.actor.loss import takes_inputs
 from worker.actor.model_host import build_job_model
@@ -24,19 +25,22 @@ from worker.data.dataset import SampleOrder
 from worker.data.microbatches import BatchSlice, Microbatches, MicrobatchTensors
 from worker.model.export import mark_checkpoint_regions
 from worker.model.interface import adapt_model
-from worker.model.pytree import Target, count_tokens, zero_loss
-from worker.model.rng_ops import RngOp, replay_rng
+from worker.model.pytree import Target, count_tokens, target_tensors, zero_loss
+from worker.model.rng import derive_seed, seeded
+from worker.model.rng_ops import RngKey, RngOp, replay_rng
+from worker.transport.base import real_view
 from worker.verify.recorder import Probes
 from worker.verify.rng_replay import HeterogeneousDraws, MeshRngOp
 
 
 @dataclass(frozen=True)
 class PlainStep:
-    """One step before its update: of each worker and microbatch the loss and the probes of what it added to each
-    gradient (in fp16 that of the scaled loss); the gradients, averaged over workers and not clipped; their norm; the
-    learning rate; the model's parameters in `order`; in fp16 the loss scale."""
+    """One step before its update: of each worker and microbatch the loss, the probes of the model's outputs and those of
+    what it added to each gradient (in fp16 that of the scaled loss); the gradients, averaged over workers and not
+    clipped; their norm; the learning rate; the model's parameters in `order`; in fp16 the loss scale."""
 
     losses: Mapping[tuple[int, int], float]
+    outputs: Mapping[tuple[int, int], Sequence[Tensor]]
     added: Mapping[tuple[int, int], Mapping[str, Tensor]]
     gradients: Mapping[str, Tensor]
     norm: float
@@ -47,6 +51,15 @@ class PlainStep:
     @property
     def finite(self) -> bool:
         return math.isfinite(self.norm) and all(math.isfinite(loss) for loss in self.losses.values())
+
+
+@dataclass(frozen=True)
+class TriedUpdate:
+    """A parameter's value after a trial of the optimizer, and the settings of its group then."""
+
+    value: Tensor
+    settings: Mapping[str, Any]
+    optimizer: str
 
 
 class PlainModel:
@@ -62,7 +75,7 @@ class PlainModel:
         workers: int | None = None,
         of_meshes: Sequence[MeshRngOp] = (),
     ) -> None:
-        """`workers`: how many share a microbatch where the loss is; `of_meshes` are the calls where meshes have unlike
+        """`workers`: how many share a microbatch where the loss is; `of_meshes` are the calls where meshes have different
         sizes."""
         training = job.training
         self._job, self._calls, self._probes = job, calls, probes
@@ -73,6 +86,8 @@ class PlainModel:
         self._data = Microbatches(order, own_loss=own_loss, with_inputs=takes_inputs(job.loss))
         built = build_job_model(job)
         self.model = built.model
+        if job.model.train == "called":  # said here once more: a proof shares no mistake of build_job_model
+            self.model.train()
         if job.model.weights:
             fill_model(job.model.weights, self.model, built.record)
         self._whole: tuple[int, list[MicrobatchTensors]] | None = None
@@ -90,6 +105,8 @@ class PlainModel:
             for _ in range(self._workers)
         ]
         """Of each worker: a data-parallel worker's statistics are of its own rows."""
+        self.loss_changes_target = False
+        """True once a call of the loss has changed its target in place."""
 
     @property
     def seed(self) -> int:
@@ -105,7 +122,7 @@ class PlainModel:
         leave_breadcrumb(f"step {step} of the plain model")
         for parameter in self.trained.values():
             parameter.grad = None
-        losses, added = {}, {}
+        losses, outputs, added = {}, {}, {}
         rows = {
             (worker, microbatch): self.rows(step, worker, microbatch)
             for worker in range(self._workers)
@@ -118,7 +135,7 @@ class PlainModel:
             self._use_buffers(worker)
             for microbatch in range(self._microbatches):
                 at = (worker, microbatch)
-                loss = self._run(step, at, *rows[at], shares[at])
+                loss, outputs[at] = self._run(step, at, *rows[at], shares[at])
                 if loss.requires_grad:
                     self._scaler.scale(loss / self._microbatches).backward()
                 losses[at] = float(loss.detach())
@@ -131,11 +148,11 @@ class PlainModel:
         gradients = {
             name: p.grad.detach() / self._workers for name, p in self.trained.items() if p.grad is not None
         }
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients.values()]
+        norms = [torch.linalg.vector_norm(real_view(g), dtype=torch.float64) for g in gradients.values()]
         norm = float(torch.stack(norms).square().sum().sqrt()) if norms else 0.0
         leave_breadcrumb("")
         rate = float(self.optimizer.param_groups[0]["lr"])
-        return PlainStep(losses, added, gradients, norm, rate, tuple(self.parameters), scale)
+        return PlainStep(losses, outputs, added, gradients, norm, rate, tuple(self.parameters), scale)
 
     def update(self, gradients: Mapping[str, Tensor]) -> None:
         """The optimizer's step, and its schedule's, by these gradients, which are clipped already."""
@@ -145,6 +162,30 @@ class PlainModel:
         self.optimizer.step()
         if self._schedule is not None:
             self._schedule.step()
+
+    def try_updates(
+        self,
+        names: Sequence[str],
+        before: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+        steps: int,
+        seed: int = 0,
+    ) -> dict[str, TriedUpdate]:
+        """The parameters `names` after `steps` updates from `before` by an optimizer of these parameters alone: by the
+        gradients, and then by random multiples of their elements. Changes nothing of this model."""
+        parameters = {name: nn.Parameter(before[name].detach().clone()) for name in names}
+        with seeded(seed):
+            optimizer = make_optimizer(self._job.optimizer, list(parameters.values()), list(names))
+            for step in range(steps):
+                for name, parameter in parameters.items():
+                    gradient = gradients.get(name)
+                    parameter.grad = None if gradient is None else gradient * _multiples(gradient, name, step)
+                optimizer.step()
+        settings = {p: group for group in optimizer.param_groups for p in group["params"]}
+        return {
+            name: TriedUpdate(p.detach(), settings.get(p, {}), type(optimizer).__name__)
+            for name, p in parameters.items()
+        }
 
     def _shares(self, targets: Mapping[tuple[int, int], Target]) -> dict[tuple[int, int], float]:
         """The weight of each microbatch: 1, or relative to the mean where tokens count alike."""
@@ -156,22 +197,49 @@ class PlainModel:
 
     def _run(
         self, step: int, at: tuple[int, int], inputs: tuple[Tensor, ...], target: Target, share: float
-    ) -> Tensor:
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The loss, and the probes of the outputs before it, which may change them."""
         worker, microbatch = at
-        where = {"seed": self._job.training.seed, "worker": worker, "step": step, "microbatch": microbatch}
-        autocast = contextlib.nullcontext()
-        if self.autocast is not None:
-            autocast = torch.autocast("cpu", dtype=self.autocast)
-        with autocast, mark_checkpoint_regions():
-            with replay_rng(self.model, self._calls, **where, shared=self._shared_draws(where)):
+        key = RngKey(self._job.training.seed, worker, step, microbatch)
+        # for what draws outside of the graph, so that a proof repeats
+        with seeded(derive_seed(self.seed, "plain", worker, step, microbatch)), mark_checkpoint_regions():
+            with self._autocast(), replay_rng(self.model, self._calls, key, shared=self._shared_draws(key)):
                 output = self.model(*inputs)
+            made = [self._probes.of(one) for one in (output if isinstance(output, tuple) else (output,))]
+            versions = [one._version for one in target_tensors(target)]
+            loss = self._call_loss(output, target, share)
+        self.loss_changes_target |= versions != [one._version for one in target_tensors(target)]
+        return loss, made
+
+    def losses_again(
+        self, step: int, at: tuple[int, int], outputs: Sequence[Tensor], times: int
+    ) -> list[float]:
+        """Losses of these outputs of the model, each with other random numbers, where the loss changes no target."""
+        rows = {
+            (worker, microbatch): self.rows(step, worker, microbatch)[1]
+            for worker in range(self._workers)
+            for microbatch in range(self._microbatches)
+        }
+        share, losses = self._shares(rows)[at], []
+        for seed in range(times):
+            own = tuple(output.detach().clone() for output in outputs)
+            with seeded(seed):
+                loss = self._call_loss(own[0] if len(own) == 1 else own, rows[at], share)
+            losses.append(float(loss.detach()))
+        return losses
+
+    def _call_loss(self, output: Tensor | tuple[Tensor, ...], target: Target, share: float) -> Tensor:
+        with self._autocast():
             loss = self._loss.with_output_spec(self._interface.tree_spec)
             return loss(output, target) * share if share else zero_loss(output)
 
-    def _shared_draws(self, where: Mapping[str, int]) -> HeterogeneousDraws | None:
+    def _autocast(self) -> contextlib.AbstractContextManager:
         return (
-            HeterogeneousDraws(self._of_meshes, workers=self._workers, **where) if self._of_meshes else None
+            contextlib.nullcontext() if self.autocast is None else torch.autocast("cpu", dtype=self.autocast)
         )
+
+    def _shared_draws(self, key: RngKey) -> HeterogeneousDraws | None:
+        return HeterogeneousDraws(self._of_meshes, key, workers=self._workers) if self._of_meshes else None
 
     def rows(
         self, step: int, worker: int, microbatch: int, workers: int | None = None
@@ -192,14 +260,15 @@ class PlainModel:
             buffer.copy_(own[name])
 
 
+def _multiples(gradient: Tensor, name: str, step: int) -> Tensor:
+    """The factors by which a trial multiplies a gradient: 1 in its first step, then random numbers."""
+    if step == 0:
+        return torch.ones_like(gradient)
+    generator = torch.Generator().manual_seed(derive_seed(name, step))
+    return torch.randn(gradient.shape, generator=generator).to(gradient)
+
+
 def _make_grad_scaler(training: Training) -> torch.amp.GradScaler:
     """torch's own; one that does nothing where losses are not scaled."""
-    scaling = training.loss_scaling or LossScaling()
-    return torch.amp.GradScaler(
-        "cpu",
-        init_scale=scaling.init_scale,
-        growth_factor=scaling.growth_factor,
-        backoff_factor=scaling.backoff_factor,
-        growth_interval=scaling.growth_interval,
-        enabled=training.precision == FP16,
-    )
+    init_scale = (training.loss_scaling or LossScaling()).init_scale
+    return torch.amp.GradScaler("cpu", init_scale=init_scale, enabled=training.precision == FP16)

@@ -13,14 +13,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from worker.contract.failures import AttemptFailure
 from worker.contract.job import Job
 from worker.contract.planned import PlannedJob
+from worker.model.export import TracedModel
 from worker.model.parity import FULL_PRECISION, PIPELINE_FULL_PRECISION, Tolerance, tolerance_for
 from worker.model.rng_ops import RngOp, RngOpMismatchError, traced_rng_ops
 from worker.verify.comparison import (
+    ComparisonContext,
     DifferenceFound,
     PipelineStep,
     StepComparison,
@@ -31,8 +33,14 @@ from worker.verify.comparison import (
     compare_initial,
 )
 from worker.verify.local_gang import InspectableWorker, LocalGang, make_workers
-from worker.verify.locate import first_different_forward
-from worker.verify.plain import PlainModel
+from worker.verify.locate import (
+    TARGET_CHANGED,
+    TracedStages,
+    different_alone,
+    first_different_forward,
+    with_tensors,
+)
+from worker.verify.plain import PlainModel, PlainStep
 from worker.verify.recorder import Probes, Recorder, StepRecord
 from worker.verify.rng_replay import mesh_rng_ops
 
@@ -82,7 +90,7 @@ def prove(
     if job.training.sync_batch_norm and job.max_dp_size > 1:
         raise ValueError(
             "verify runs the plain model on the rows of one worker after the other, and training.sync_batch_norm takes "
-            f"those of all {job.max_dp_size} at once: verify the job with resources.workers_per_mesh 1"
+            f"those of all {job.max_dp_size} at once: verify the job with one data-parallel worker a mesh"
         )
     proof, probes = Proof(), Probes()
     if job.training.transfers == "bf16":
@@ -95,11 +103,18 @@ def prove(
     for worker in workers:  # one after the other: torch seeds for a whole process
         worker.prepare(job.mesh_sizes[int(worker.mesh[1:])])
     planned = plan(workers)
+    traces: list[TracedModel] = []
     calls: list[list[RngOp]] = []
-    with LocalGang(workers, planned, look=lambda traced: calls.append(traced_rng_ops(traced))) as gang:
+
+    def look(traced: TracedModel) -> None:
+        traces.append(traced)
+        calls.append(traced_rng_ops(traced))
+
+    with LocalGang(workers, planned, look=look) as gang:
         proof.notes += gang.notes
         plain = _make_plain_model(job, planned, gang, calls, probes)
-        run = _ProofRun(gang, plain, job, planned, proof, probes)
+        run = _ProofRun(gang, plain, job, planned, traces, proof, probes)
+        traces.clear()
         try:
             compare_initial(plain.parameters, plain.buffers[0], run.holders, proof.worst)
             for step in range(1, steps + 1):
@@ -110,6 +125,8 @@ def prove(
             proof.difference = str(difference)
         except RngOpMismatchError as error:
             proof.difference = f"not comparable: {error}"
+    if plain.loss_changes_target:
+        proof.notes.append(f"the loss: {TARGET_CHANGED}")
     return proof
 
 
@@ -128,7 +145,7 @@ def _make_plain_model(
             if stage.updated_buffers:
                 raise ValueError(
                     f"stage {index} keeps {stage.tensor_names[stage.updated_buffers[-1]]!r} of the rows that a worker has, "
-                    f"and meshes of {', '.join(map(str, job.mesh_sizes))} workers have unlike numbers of rows: no plain "
+                    f"and meshes of {', '.join(map(str, job.mesh_sizes))} workers have different numbers of rows: no plain "
                     "model computes that; verify the job with equal sizes"
                 )
     sizes = [*dict.fromkeys(job.dp_sizes)]
@@ -141,6 +158,8 @@ def _make_plain_model(
         for part in stage.modules()
         if isinstance(part, fx.GraphModule)
         for node in part.graph.nodes
+        if node.op
+        != "placeholder"  # what a stage receives has the name of the operation that made it elsewhere
     }
     last = sharing[planned.mesh_of_stage[-1]]
     return PlainModel(
@@ -153,8 +172,16 @@ def _make_plain_model(
     )
 
 
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Its parameters and buffers by all their names."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
 def _dp_sizes(job: Job) -> dict[str, int]:
-    """By mesh, how many workers share a microbatch."""
+    """The number of workers that share a microbatch, by mesh."""
     return {f"m{mesh}": size for mesh, size in enumerate(job.dp_sizes)}
 
 
@@ -172,12 +199,22 @@ class _ProofRun:
         plain: PlainModel,
         job: Job,
         planned: PlannedJob,
+        traces: Sequence[TracedModel],
         proof: Proof,
         probes: Probes,
     ) -> None:
+        """`traces` are those of each size of a mesh, in their order."""
         self._gang, self._plain, self._job, self._proof = gang, plain, job, proof
         self._probes = probes
-        self._planned = planned
+        self._traced = TracedStages(
+            {
+                size: with_tensors(traced, _tensors(plain.model))  # without the initial values
+                for size, traced in zip(dict.fromkeys(job.dp_sizes), traces, strict=True)
+            },
+            planned.stage_starts,
+            planned.mesh_of_stage,
+            _dp_sizes(job),
+        )
         self._tolerance = _tolerance(plain)
         self.holders = [_worker_state(worker) for worker in gang.workers]
         self._recorders = [
@@ -192,31 +229,38 @@ class _ProofRun:
         """Run and compare one step; raises Different."""
         plain = self._plain
         before = {name: p.detach().clone() for name, p in plain.parameters.items()}
+        buffers = [*plain.buffers]
         pipeline = self._pipeline_step(step)
-        expected = plain.forward_and_backward(step)
+        expected = self._plain_step(step)
 
         def located(worker: int, microbatch: int) -> str:
             return first_different_forward(
                 plain,
+                expected,
                 pipeline.record,
                 self._probes,
-                stage_starts=self._planned.stage_starts,
-                mesh_of_stage=self._planned.mesh_of_stage,
-                sharing=_dp_sizes(self._job),
+                self._traced,
+                buffers=buffers[worker],
                 at=(worker, step, microbatch),
                 tolerance=self._tolerance.values,
             )
+
+        def alone(holder: WorkerState, name: str) -> str:
+            return different_alone(plain, holder, name, before, self._first_of_each(pipeline.gradients))
 
         compared = StepComparison(
             step,
             expected,
             pipeline,
-            self.holders,
-            self._tolerance,
-            self._proof.worst,
-            clip=self._job.training.clip_grad_norm,
+            ComparisonContext(
+                self.holders,
+                self._tolerance,
+                self._proof.worst,
+                clip=self._job.training.clip_grad_norm,
+                heterogeneous=len({*self._job.dp_sizes}) > 1,
+            ),
             first_forward=located,
-            heterogeneous=len({*self._job.dp_sizes}) > 1,
+            optimizer_reason=alone,
         )
         compared.check_transfers()
         compared.check_losses()
@@ -230,6 +274,16 @@ class _ProofRun:
         compared.check_parameters(before, plain.parameters)
         compared.check_buffers(plain.buffers)
 
+    def _plain_step(self, step: int) -> PlainStep:
+        try:
+            return self._plain.forward_and_backward(step)
+        except RngOpMismatchError:
+            raise
+        except Exception as error:
+            raise DifferenceFound(
+                f"step {step}: the plain model raises {_error_text(error)}, and the pipeline made this step"
+            ) from error
+
     def _pipeline_step(self, step: int) -> PipelineStep:
         record = StepRecord(self._probes)
         for recorder in self._recorders:
@@ -240,10 +294,15 @@ class _ProofRun:
             results = self._gang.step(step)
         except AttemptFailure as failure:
             check_transfers(step, record, self._proof.worst)
-            finite = self._plain.forward_and_backward(step).finite
+            try:
+                finite = self._plain.forward_and_backward(step).finite
+            except Exception as error:
+                beside = f"the plain model raises, too: {_error_text(error)}"
+            else:
+                values = "finite" if finite else "not finite either"
+                beside = f"the plain model made this step: its losses and gradients are {values}"
             raise DifferenceFound(
-                f"step {step}: the pipeline failed: {failure.message} (the plain model made this step: its losses and "
-                f"gradients are {'finite' if finite else 'not finite either'})"
+                f"step {step}: the pipeline failed: {failure.message} ({beside})"
             ) from failure
         losses = {
             (worker.rows, microbatch): loss
@@ -268,8 +327,8 @@ class _ProofRun:
         )
 
     def _merge_zero1(self, gradients: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """Of workers that share the optimizer's state, whose optimizers were given parts, those of whole parameters: of
-        all that a worker has of them, where some share matrices too."""
+        """The gradients with those of ZeRO-1 meshes, whose optimizers have partitions, joined to whole parameters: to shards
+        of them, where the mesh is tensor parallel too."""
         shares = [
             (m, self._job.tp_size(m), n) for m in self._job.sharded for n in range(self._job.tp_size(m))
         ]
@@ -307,13 +366,17 @@ class _ProofRun:
         return found
 
     def _first_of_each(self, gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """By name, of the first that has it; what the plain model has no gradient of gets none."""
+        """The gradient of the first holder that has it, by name; what the plain model has no gradient of gets none."""
         found: dict[str, Tensor] = {}
         for own in gradients:
             for name, gradient in own.items():
                 if self._plain.trained[name].grad is not None:
                     found.setdefault(name, gradient)
         return found
+
+
+def _error_text(error: Exception) -> str:
+    return ": ".join(filter(None, (type(error).__name__, str(error))))
 
 
 class _OptimizerGradients:

@@ -18,6 +18,7 @@ from worker.contract.resharding import Box, ReshardingPlan
 from worker.data.checksum import checksum
 from worker.engine.routes import Route
 from worker.parallel.tensor.shards import TensorParallelShards
+from worker.transport.base import real_view
 
 ReshardingPlans = Mapping[tuple[int, bool], ReshardingPlan]
 """By the first edge of a route, and whether it is the way back."""
@@ -99,7 +100,7 @@ class Probes:
         """Zeros for None, which stands for no gradient."""
         if tensor is None:
             return torch.zeros(len(_PROBE_OFFSETS), dtype=torch.float64)
-        flat = tensor.detach().reshape(-1).float()
+        flat = real_view(tensor.detach()).reshape(-1).float()
         numbers = self._enough(flat.numel() + _PROBE_OFFSETS[-1])
         return torch.stack(
             [flat @ numbers[start : start + flat.numel()] for start in _PROBE_OFFSETS]

@@ -7,7 +7,7 @@ ranks of that mesh draw together. Only kernels that draw by shape alone can be r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from worker.contract.costs import batch_dimension
 from worker.contract.profile import CutError
-from worker.model.rng import RandomState, default_generator
-from worker.model.rng_ops import RngOp, RngOpMismatchError
+from worker.model.rng import default_generator
+from worker.model.rng_ops import RngKey, RngOp, RngOpMismatchError
 
 
 @dataclass(frozen=True)
 class MeshRngOp:
-    """A random call in a stage whose mesh shares a microbatch among so many `workers`, each of which draws for `shape`."""
+    """A random call in a stage whose mesh splits a microbatch over `workers`, each of which draws for `shape`."""
 
     call: RngOp
     workers: int
@@ -32,7 +32,7 @@ def mesh_rng_ops(
     by_workers: Mapping[int, Sequence[RngOp]], workers: int, workers_of: Mapping[str, int]
 ) -> list[MeshRngOp]:
     """The random calls of a plain model that runs the rows of one of `workers`, with those of the meshes: `by_workers` has
-    the calls of the graphs, `workers_of` how many workers share a microbatch where an operation runs."""
+    the calls of the graphs by data-parallel size, `workers_of` that size where an operation runs."""
     found = []
     for index, call in enumerate(by_workers[workers]):
         there = workers_of.get(call.operation, workers)
@@ -47,13 +47,10 @@ def mesh_rng_ops(
 
 
 class HeterogeneousDraws:
-    """The draws of one forward of the plain model with the rows of worker `worker` of `workers`."""
+    """The draws of one forward of the plain model with the rows of one of `workers`."""
 
-    def __init__(
-        self, calls: Sequence[MeshRngOp], *, workers: int, worker: int, seed: int, step: int, microbatch: int
-    ) -> None:
-        self._calls, self._workers, self._worker = calls, workers, worker
-        self._seed, self._now = seed, (step, microbatch)
+    def __init__(self, calls: Sequence[MeshRngOp], key: RngKey, *, workers: int) -> None:
+        self._calls, self._key, self._workers = calls, key, workers
         self._generator = default_generator(torch.device("cpu"))
         self._states: list[Tensor] = []
 
@@ -73,14 +70,13 @@ class HeterogeneousDraws:
             parts.append(_draw_with_shape(function, args, kwargs, operation.shape))
             self._states[worker] = self._generator.get_state()
         length = operation.call.shape[along]
-        own = torch.cat(parts, along).narrow(along, self._worker * length, length)
+        own = torch.cat(parts, along).narrow(along, self._key.worker * length, length)
         if _is_in_place(function):
             return args[0].copy_(own)
         return own
 
     def _begun(self, worker: int, operation: MeshRngOp) -> Tensor:
-        state = RandomState(self._seed, worker, torch.device("cpu"))
-        state.begin(*self._now)
+        state = replace(self._key, worker=worker).state(torch.device("cpu"))
         state.restart(operation.call.operation)
         return self._generator.get_state()
 
@@ -114,7 +110,7 @@ def _draw_with_shape(function: Any, args: tuple, kwargs: Mapping, shape: tuple[i
         other = list(shape)
     else:
         raise RngOpMismatchError(
-            f"{name} draws by the values that it is given, of other rows on meshes of unlike sizes: it cannot be told to "
-            "draw the same in the plain model"
+            f"{name} draws by the values that it is given, of other rows on heterogeneous meshes: it cannot be replayed in "
+            "the plain model"
         )
     return function(*args[:place], other, *args[place + 1 :], **kwargs)

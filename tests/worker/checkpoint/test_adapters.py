@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from tests.missing import needs_libraries
 from tests.worker.checkpoint.test_jobs import saved
 from tests.worker.jobs import test_plain_modules as test_raw_models
 from tests.worker.workers import Workers
@@ -19,8 +20,7 @@ from worker.checkpoint.weights import ExportTargetError, export_safetensors
 from worker.contract.failures import AttemptFailure
 from worker.model.factory import build_model
 
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+pytestmark = needs_libraries("transformers", "peft")
 
 
 def spec_of(adapters, name="gpt2", *, stages=3, weights=None, freeze=()):
@@ -49,8 +49,11 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_trained_adapters_are_read_by_peft_alone_and_by_transformers_merged(case, tmp_path):
+    import peft
+
     name, adapters = CASES[case]
     spec = spec_of(adapters, name)
     arguments = spec["model"]["args"]["model"]["args"]
@@ -94,6 +97,7 @@ def below_of(spec, tmp_path):
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["gpt2", "trained head"])
 def test_a_job_of_adapters_starts_from_the_weights_of_the_model_below_with_parts_frozen(case, tmp_path):
     name, adapters = CASES[case]
@@ -152,6 +156,7 @@ def test_weights_that_lack_a_part_of_the_model_below_are_refused_by_name(tmp_pat
         pass
 
 
+@pytest.mark.slow
 def test_adapters_go_on_from_a_checkpoint_on_other_stages_as_if_nothing_had_been(tmp_path):
     spec = spec_of(CASES["gpt2"][1], "gpt2")
     expected = test_raw_models.plain_losses(spec, range(1, 6), lambda model, batch: model(**batch).loss)
@@ -164,12 +169,16 @@ def test_adapters_go_on_from_a_checkpoint_on_other_stages_as_if_nothing_had_been
 
 
 def adapted(**adapters):
+    import peft
+
     factory, config, arguments, _ = test_raw_models.MODELS["llama"]
     model = build_model(factory, {"config": {"factory": config, "args": arguments}}, seed=1)
     return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], **adapters))
 
 
 def test_what_is_more_than_a_product_is_not_merged_here_and_the_message_says_how_to(tmp_path):
+    import peft
+
     record = make_record(adapted(use_dora=True))
     assert record.adapters is not None and record.adapters.entries
     assert "q_proj is a Linear with more" in record.adapters.unmergeable
@@ -187,6 +196,8 @@ def test_what_is_more_than_a_product_is_not_merged_here_and_the_message_says_how
 
 
 def test_adapters_of_a_tied_weight_are_not_merged_into_its_other_use():
+    import peft
+
     factory, config, arguments, _ = test_raw_models.MODELS["gpt2"]
     model = build_model(factory, {"config": {"factory": config, "args": arguments}}, seed=1)
     adapters = make_record(peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["wte"]))).adapters

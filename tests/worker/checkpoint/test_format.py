@@ -18,11 +18,21 @@ from torch import nn
 from tests.reference import accumulate, dataset_batches
 from tests.worker.cuts import cut_evenly
 from worker.checkpoint import format as checkpoint_format
-from worker.checkpoint.format import finish_checkpoint, load_checkpoint, load_shard, save_shard
-from worker.contract.checkpoint_files import CheckpointError, complete_checkpoints, step_uri
+from worker.checkpoint.format import (
+    finish_checkpoint,
+    is_whole_checkpoint,
+    load_checkpoint,
+    load_shard,
+    load_slices,
+    rank_shard,
+    save_shard,
+)
+from worker.contract.checkpoint_files import CheckpointError, complete_checkpoints, shard_path, step_uri
 from worker.data.sampler import BatchSampler, collate
 from worker.examples import gpt
 from worker.model.export import trace
+from worker.parallel.shard_spec import ShardSpec
+from worker.parallel.tensor.placement import Split
 
 
 def shard(name, value=1.0):
@@ -63,14 +73,132 @@ def test_what_all_meshes_saved_comes_back_as_one_state(base):
     ]
 
 
+ROWS, COLUMNS = 12, 8
+WHOLE = {
+    name: torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(at))
+    for at, name in enumerate("wm")
+}
+LAYOUTS = [None, (0, (12,), 2), (0, (8, 4), 2), (0, (12,), 4), (1, (8,), 2)]
+
+
+def ranks_of(layout):
+    """The spec of each rank, and its part of a tensor, taken as a stage's parameters are."""
+    if layout is None:
+        return [(ShardSpec("w"), lambda whole: whole)]
+    dim, parts, count = layout
+    split = Split(dim, parts)
+    return [
+        (ShardSpec("w", dim, parts, rank, count), lambda whole, rank=rank: split.pick(whole, rank, count))
+        for rank in range(count)
+    ]
+
+
+def save_in(layout, uri):
+    """A mesh that splits `w` so; `b` is whole."""
+    ranks = ranks_of(layout)
+    for rank, (spec, part) in enumerate(ranks):
+        entry = {"step": torch.tensor(2.0), "exp_avg": part(WHOLE["m"]).clone()}
+        state = {"parameters": {"w": part(WHOLE["w"]).clone()}, "optimizer": {"w": entry}}
+        if rank == 0:
+            state["parameters"]["b"] = torch.ones(3)
+            state["optimizer_groups"] = [{"lr": 0.1, "params": ["w", "b"]}]
+        save_shard(
+            uri,
+            step=4,
+            shard=rank_shard("m0", rank),
+            state=state,
+            slices={"w": spec} if layout else {},
+            beside=[rank_shard("m0", other) for other in range(1, len(ranks)) if rank == 0],
+        )
+    finish_checkpoint(uri, step=4, shards=["m0"], keep=1)
+
+
+@pytest.mark.parametrize("saved", LAYOUTS)
+def test_slices_are_read_in_any_layout_and_as_whole_tensors(saved, base):
+    uri = step_uri(base, "job", 4)
+    save_in(saved, uri)
+    whole, step = load_checkpoint(uri)
+    assert step == 4 and torch.equal(whole["parameters"]["w"], WHOLE["w"])
+    assert (
+        torch.equal(whole["optimizer"]["w"]["exp_avg"], WHOLE["m"]) and whole["optimizer"]["w"]["step"] == 2.0
+    )
+    for wanted in LAYOUTS:
+        for spec, part in ranks_of(wanted):
+            loaded = load_slices(uri, {"w": spec, "b": ShardSpec("b")})
+            assert torch.equal(loaded.state["parameters"]["w"], part(WHOLE["w"])), spec
+            assert torch.equal(loaded.state["optimizer"]["w"]["exp_avg"], part(WHOLE["m"])), spec
+            assert loaded.state["optimizer"]["w"]["step"] == 2.0
+            assert loaded.state["parameters"]["b"].tolist() == [1.0] * 3
+            assert loaded.state["optimizer_groups"] == [{"lr": 0.1, "params": ["w", "b"]}]
+            assert loaded.shapes == {"w": (ROWS, COLUMNS), "b": (3,)}
+
+
+def test_only_what_has_slices_is_in_the_new_format(base):
+    """A version that knows no slices goes on reading all others."""
+    formats = {}
+    for layout in LAYOUTS:
+        uri = step_uri(base, f"job-{layout}", 4)
+        save_in(layout, uri)
+        files, folder = fsspec.core.url_to_fs(uri)
+        formats[layout] = json.loads(files.cat_file(f"{folder}/manifest.json"))["format"]
+    assert formats == {layout: 2 if layout is None else 3 for layout in LAYOUTS}
+
+
+def test_a_rank_reads_its_own_shard_and_the_first_of_its_mesh(tmp_path, monkeypatch):
+    uri = step_uri(str(tmp_path), "job", 4)
+    save_in((0, (12,), 4), uri)
+    read, whole = [], checkpoint_format._read_shard
+    monkeypatch.setattr(
+        checkpoint_format,
+        "_read_shard",
+        lambda files, path, *more: (read.append(Path(path).stem), whole(files, path, *more))[1],
+    )
+    load_slices(uri, {"w": ShardSpec("w", 0, (12,), 2, 4)})
+    assert read == ["m0", "m0.tp2"]
+
+
+def test_a_tensor_that_cannot_be_split_as_wanted_is_left_out_with_its_shape(tmp_path):
+    uri = step_uri(str(tmp_path), "job", 4)
+    save_in((0, (12,), 2), uri)
+    loaded = load_slices(uri, {"w": ShardSpec("w", 0, (10,), 0, 2)})
+    assert "w" not in loaded.state["parameters"] and loaded.shapes == {"w": (ROWS, COLUMNS)}
+
+
+def test_a_checkpoint_lacks_what_one_rank_did_not_save(tmp_path):
+    uri = step_uri(str(tmp_path), "job", 4)
+    save_in((0, (12,), 2), uri)
+    Path(uri, "m0.tp1.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks the shard of mesh 'm0\.tp1'"):
+        finish_checkpoint(uri, step=4, shards=["m0"], keep=1)
+    assert not is_whole_checkpoint(uri)
+
+
 def test_a_checkpoint_of_format_1_is_still_read_with_the_groups_of_its_first_mesh(tmp_path):
     uri = save(str(tmp_path), 7)
     manifest = Path(uri, "manifest.json")
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 1}))
     state, _ = load_checkpoint(uri)
     assert len(state["optimizer_groups"]) == 1 and set(state["parameters"]) == {"p0", "p1"}
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 3}))
-    with pytest.raises(CheckpointError, match="has format 3, this version reads 1 and 2"):
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 4}))
+    with pytest.raises(CheckpointError, match="has format 4, this version reads 1, 2, 3"):
+        load_checkpoint(uri)
+
+
+def test_only_a_folder_with_all_its_files_is_a_whole_checkpoint(base):
+    uri = save(base, 3)
+    assert is_whole_checkpoint(uri) and not is_whole_checkpoint(step_uri(base, "job", 4))
+    files, folder = fsspec.core.url_to_fs(uri)
+    files.rm(shard_path(folder, "m1"))
+    assert not is_whole_checkpoint(uri)
+
+
+@pytest.mark.parametrize("other", [2, 4])
+def test_shards_of_another_step_than_the_manifests_are_refused_by_name(base, other):
+    uri = step_uri(base, "job", 3)
+    save_shard(uri, step=3, shard="m0", state=shard("p0"))
+    save_shard(uri, step=other, shard="m1", state=shard("p1"))
+    finish_checkpoint(uri, step=3, shards=("m0", "m1"), keep=2)
+    with pytest.raises(CheckpointError, match=f"shard 'm1' of .* is of step {other}, the manifest of step 3"):
         load_checkpoint(uri)
 
 
@@ -416,7 +544,8 @@ def test_a_resume_on_fewer_stages_goes_on_exactly(tmp_path):
 
 
 def test_a_place_is_tried_without_leaving_a_trace_and_a_closed_one_is_named(tmp_path):
-    checkpoint_format.check_writable(str(tmp_path / "new" / "folder"))
+    for _ in ("where it is made", "where it is there"):
+        checkpoint_format.check_writable(str(tmp_path / "new" / "folder"))
     assert list((tmp_path / "new" / "folder").iterdir()) == []
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(checkpoint_format.CheckpointError, match="file/below"):

@@ -32,6 +32,7 @@ def saved(run, base, step):
     return uri
 
 
+@pytest.mark.slow
 def test_what_a_raw_gpt2_has_learnt_is_what_from_pretrained_reads_logit_for_logit(tmp_path):
     transformers = pytest.importorskip("transformers")
     spec = test_raw_models.spec_of("gpt2", loss=None, stages=3, meshes=3)

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from tests.tiers import some_by_day
 from worker.checkpoint import sources
 from worker.checkpoint.record import make_record
 from worker.checkpoint.sources import check_weights, fill_model, fill_stages
@@ -60,7 +61,7 @@ def names_read(monkeypatch):
         yield names
 
 
-@pytest.mark.parametrize("form", FORMS)
+@some_by_day("form", FORMS, by_day=2)
 def test_stages_of_another_worker_read_what_they_hold_and_nothing_else(form, tmp_path, monkeypatch):
     saved, model = gpt(1), gpt(2)
     path = written(tmp_path, form, saved.state_dict())

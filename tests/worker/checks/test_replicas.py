@@ -106,6 +106,7 @@ def test_values_that_came_apart_in_a_resume_are_refused_too(tmp_path):
             check(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "plan", "told"),
     [

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from tests.tiers import some_by_day
 from tests.worker.actor.test_actor import job
 from tests.worker.cuda_workers import CudaWorkers, WatchedTransport
 from tests.worker.jobs.test_tensor_parallel import on
@@ -49,6 +50,7 @@ def state_of(worker):
     return [t for stage in worker.stages.values() for t in (*stage.parameters(), *stage.buffers())]
 
 
+@pytest.mark.slow
 def test_right_sums_are_told_nothing_and_training_is_what_it_is_without_the_check(check):
     assert check() == check(check_trace=False)
 
@@ -87,7 +89,7 @@ def meet_the_one_before(monkeypatch):
     monkeypatch.setattr(WatchedTransport, "all_reduce", wrong)
 
 
-@pytest.mark.parametrize("spoil", [forget_gradients, forget_a_part, meet_the_one_before])
+@some_by_day("spoil", [forget_gradients, forget_a_part, meet_the_one_before], by_day=1)
 def test_wrong_sums_end_the_attempt_by_the_name_of_what_differs(spoil, check, monkeypatch):
     said = r"m[01]/\d: .* of stage \d differs by .* between workers that share its matrices"
     with pytest.raises(EngineError, match=said):

@@ -22,6 +22,7 @@ def unlike_unet(*sizes):
     return on(sizes, spec)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec",
     [
@@ -38,6 +39,7 @@ def test_a_gpt_and_a_unet_on_unlike_meshes_are_equal_to_the_plain_model(spec):
     assert proof.worst.kinds["transfers"][0] > 0
 
 
+@pytest.mark.slow
 def test_an_encoder_and_a_decoder_on_unlike_meshes_are_equal_to_the_plain_model():
     pytest.importorskip("transformers")
     from tests.worker.jobs.test_plain_modules import spec_of
@@ -125,6 +127,7 @@ DEFECTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.__name__)
 def test_a_planted_defect_is_found_with_its_slot_on_unlike_meshes(defect, monkeypatch):
     with monkeypatch.context() as patch:

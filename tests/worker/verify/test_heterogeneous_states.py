@@ -18,6 +18,7 @@ def spec_of(layout):
     return on(layout, gpt(stages=2, meshes=2, dropout=0.2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [BOTH, SECOND], ids=str)
 def test_a_proof_finds_them_equal(layout):
     """Dropout, clipping, tied words that one mesh splits and the other has whole."""

@@ -18,6 +18,21 @@ def spec_of(*layout):
     return on(layout, gpt(stages=2, meshes=2, dropout=0.2))
 
 
+@pytest.mark.parametrize(
+    "cut",
+    [
+        ("embed", "blocks.0"),  # what is sent is made by a random operation, whose name both stages have
+        pytest.param(("blocks.0", "blocks.1"), marks=pytest.mark.slow),
+        pytest.param(("blocks.1", "blocks.2"), marks=pytest.mark.slow),
+        pytest.param(("blocks.2", "norm"), marks=pytest.mark.slow),
+    ],
+    ids=" | ".join,
+)
+def test_a_proof_finds_them_equal_wherever_the_model_is_cut(cut):
+    proof = proof_of(spec_of((1, 2), (2, 1)), steps=1, slow=cut)
+    assert (proof.difference, proof.steps) == (None, 1)
+
+
 APART = {"m0": "one", "m1": "two"}
 
 
@@ -26,6 +41,7 @@ def passed(proof):
     return sum(count for kind, (count, _, _) in proof.worst.kinds.items() if "transfer" in kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [((2, 2), (2, 1)), ((1, 2), (2, 1))], ids=str)
 def test_a_proof_finds_meshes_that_share_their_matrices_unlike_equal(layout):
     proof = proof_of(spec_of(*layout), steps=2)
@@ -62,6 +78,7 @@ def tied_of_others_left_out(monkeypatch):
     return r"the gradient of '.*' of stage \d on m1 .* differs .*made by REDUCE on m1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("defect", "layout"),
     [

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import functools
 
+import pytest
+import torch
+
+from tests.tiers import some_by_day
 from tests.worker.jobs import test_loss_reduction, test_split_images
 from tests.worker.jobs import test_plain_modules as test_raw_models
 from tests.worker.verify.proving import gpt, pictures, proof_of
@@ -39,9 +43,9 @@ def in_bf16():
 
 
 def in_fp16():
-    """Its first step overflows."""
+    """Its first step overflows, and with `one_step_overflows` no other."""
     spec = gpt(dropout=0.1)
-    scaling = {"init_scale": 2.0**40, "backoff_factor": 2.0**-30}
+    scaling = {"init_scale": 2.0**40}
     spec["training"] |= {"precision": "fp16", "loss_scaling": scaling}
     return spec
 
@@ -73,7 +77,7 @@ JOBS["tokens"] = lambda: test_loss_reduction.spec_of(stages=2, meshes=2, workers
 LIBRARY = dict.fromkeys(("gpt2", "llama", "bert", "t5"), "transformers") | {"UNet2DModel": "diffusers"}
 
 
-@pytest.mark.parametrize("name", JOBS)
+@some_by_day("name", JOBS, by_day=2)
 def test_a_model_that_trains_as_it_should_is_found_equal(name):
     if name in LIBRARY:
         pytest.importorskip(LIBRARY[name])
@@ -83,6 +87,15 @@ def test_a_model_that_trains_as_it_should_is_found_equal(name):
     assert counted["transfers"] > 0 and counted["gradients"] == 2 * counted["initial parameters"]
 
 
+@pytest.fixture
+def one_step_overflows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scale comes down at once to what fits."""
+    plain_scaler = functools.partial(torch.amp.GradScaler, backoff_factor=2.0**-30)
+    monkeypatch.setattr("worker.verify.plain.torch.amp.GradScaler", plain_scaler)
+    monkeypatch.setattr("worker.engine.optim.grad_scaler.BACKOFF_FACTOR", 2.0**-30)
+
+
+@pytest.mark.usefixtures("one_step_overflows")
 def test_a_job_in_fp16_is_found_equal_also_where_a_step_overflows():
     proof = proof_of(in_fp16(), steps=3)
     assert proof.difference is None
@@ -90,6 +103,7 @@ def test_a_job_in_fp16_is_found_equal_also_where_a_step_overflows():
     assert counted["gradients"] == 2 * counted["initial parameters"], "the first step overflows"
 
 
+@pytest.mark.usefixtures("one_step_overflows")
 def test_a_loss_scale_that_is_never_lowered_is_found(monkeypatch):
     ended = PipelineGradScaler.end_step
 

@@ -17,6 +17,7 @@ def shared_gpt(data=1):
     return spec
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("data", "shard"), [(1, "none"), (2, "none"), (2, ["optimizer", "none"])])
 def test_a_proof_beside_the_plain_model_finds_shared_matrices_equal(data, shard):
     spec = shared_gpt(data)
@@ -25,6 +26,7 @@ def test_a_proof_beside_the_plain_model_finds_shared_matrices_equal(data, shard)
     assert proof.difference is None and proof.steps == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("holder", "name", "wrong", "said"),
     [
