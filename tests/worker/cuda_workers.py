@@ -12,7 +12,7 @@ from tests.worker.workers import Workers
 from worker.actor import actor
 from worker.engine.engine import Engine
 from worker.engine.lanes.cuda import CudaLanes
-from worker.transport.nccl import NcclTransport
+from worker.transport.nccl import NcclLibrary, NcclTransport
 
 
 class WatchedTransport(NcclTransport):
@@ -62,14 +62,18 @@ class WatchedTransport(NcclTransport):
 class Watched:
     """All devices and the one NCCL of a test, from here on in place of CUDA's; `changed` may spoil an engine's lanes."""
 
-    def __init__(self, monkeypatch, *, threads=False, seed=0, changed=lambda engine, lanes: None):
+    def __init__(
+        self, monkeypatch, *, threads=False, seed=0, entries=None, changed=lambda engine, lanes: None
+    ):
         self.nccl = FakeNccl()
         self.devices: dict[tuple[str, int], Device] = {}
-        self._threads, self._seed = threads, seed
+        self._options, self._seed = {"threads": threads, "entries": entries}, seed
 
         def lanes(engine, actions):
             device = self.device(engine._mesh, engine._worker)
-            made = CudaLanes(engine._program, [device.action(action) for action in actions], cuda=device)
+            launches = engine._launches()
+            enqueued = [device.action(*one) for one in zip(actions, launches, strict=True)]
+            made = CudaLanes(engine._program, enqueued, launches, cuda=device)
             changed(engine, made)
             return made
 
@@ -78,21 +82,19 @@ class Watched:
 
     def device(self, mesh, worker):
         seed = self._seed + 97 * worker + sum(mesh.encode())
-        made = Device(f"{mesh}/{worker}", threads=self._threads, seed=seed)
+        made = Device(f"{mesh}/{worker}", seed=seed, **self._options)
         return self.devices.setdefault((mesh, worker), made)
 
-    def transport(self, topology, mesh, worker, store_port, connect_s=60.0):
+    def transport(self, topology, mesh, worker, store_port, connect_s=60.0, join_s=None):
         device = self.device(mesh, worker)
         made = WatchedTransport(
             topology,
             mesh=mesh,
             worker=worker,
-            store_host="127.0.0.1",
-            store_port=store_port,
+            store=("127.0.0.1", store_port),
             connect_timeout_s=connect_s,
-            nccl=self.nccl,
-            torch_version=(2, 28, 9),
-            stream_pointer=lambda: device.current,
+            join_timeout_s=join_s,
+            library=NcclLibrary(self.nccl, (2, 28, 9), lambda: device.current),
         )
         made.device = device
         return made
@@ -117,8 +119,8 @@ class CudaWorkers(Workers):
     def __init__(self, monkeypatch, job, nodes=None, **options):
         self.watched = Watched(monkeypatch, **options)
 
-        def transport(kind, topology, *, mesh, worker, store, host, connect_s):
-            return self.watched.transport(topology, mesh, worker, store[1], connect_s)
+        def transport(kind, topology, *, mesh, worker, store, host, connect_s, join_s=None):
+            return self.watched.transport(topology, mesh, worker, store[1], connect_s, join_s)
 
         monkeypatch.setattr(actor, "make_transport", transport)
         super().__init__(job, nodes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from service.spec.job import JobSpec
+from tests.polling import until
 from tests.worker.workers import Workers
 from worker.checkpoint import format as checkpoint_format
 
@@ -80,10 +80,7 @@ def trained(spec: Mapping[str, Any], layout: Layout, folder: str) -> Trained:
         run.losses(range(1, STEPS + 1))
         run.call(lambda worker: worker.begin_save(uri, STEPS))
         loss = run.losses(range(STEPS + 1, STEPS + 2))[0]
-        deadline = time.monotonic() + LIMIT_S
-        while None in (saved := run.call(lambda worker: worker.saved())):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        saved = until(lambda: None not in (answers := run.call(lambda worker: worker.saved())) and answers)
         assert not any(one.error for one in saved)
         others = [name for one in saved for name in one.shards]
         meshes = dict.fromkeys(worker.mesh for worker in run.workers)

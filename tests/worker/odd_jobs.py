@@ -136,9 +136,10 @@ def eases_off_in_a_chain(optimizer):
     return rates.ChainedScheduler([rates.ExponentialLR(optimizer, 0.9), EasesOff(optimizer)])
 
 
-def sgd_by_place(parameters, lr):
-    """The first parameter that there is learns at a rate of its own: another one on every cut."""
-    return torch.optim.SGD([{"params": parameters[:1], "lr": 5 * lr}, {"params": parameters[1:]}], lr=lr)
+def sgd_by_shape(parameters, lr):
+    """Vectors learn at a rate of their own."""
+    vectors, others = ([p for p in parameters if (p.ndim < 2) == wanted] for wanted in (True, False))
+    return torch.optim.SGD([{"params": vectors, "lr": 5 * lr}, {"params": others}], lr=lr)
 
 
 def gpt_from_entropy(**args):
@@ -171,3 +172,18 @@ class SgdWithOddState(torch.optim.SGD):
         for group in self.param_groups:
             for p in group["params"]:
                 self.state[p]["last"] = p.grad.reshape(-1).clone()
+
+
+class HeadFirst(nn.Module):
+    """A stack of layers of which the last is registered first, in an order that no cut keeps."""
+
+    def __init__(self, layers=3, width=4, bias=True):
+        super().__init__()
+        self.head = nn.Linear(width, 4, bias)
+        inputs = [4, *[width] * (layers - 1)]
+        self.layers = nn.ModuleList(nn.Linear(size, width, bias) for size in inputs)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)

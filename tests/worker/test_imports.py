@@ -66,8 +66,13 @@ def test_an_actor_and_what_it_uses_know_nothing_of_the_driver():
 
 @pytest.mark.parametrize(
     "module",
-    ["control_plane_client", "limits", "metrics", "reporter", "step_record", "stopping"],
+    ["control_plane_client", "limits", "metrics", "reporter", "step_measurement", "stopping"],
 )
 def test_what_of_the_driver_needs_no_tensor_is_light(module):
     code = f"import sys, worker.driver.{module}; assert not {{'torch', 'ray'}} & {{*sys.modules}}"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_gang_of_the_driver_needs_no_torch():
+    code = "import sys, worker.driver.gang; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -5,19 +5,30 @@ from __future__ import annotations
 import ctypes
 import json
 import threading
-from collections.abc import Mapping
-from dataclasses import asdict
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from service.jobs.drivers import make_placement
 from service.scheduler.job.forwards import plan_forwards
 from service.scheduler.job.plan_job import JobCosts, job_plan_json, plan_job
+from service.schemas.drivers import PlacementRequest
+from worker.benchmark.plan_request import MeshKind, plan_request
+from worker.contract.costs import UpdateCosts
 from worker.contract.job import Job
 from worker.contract.planned import parse_planned_job
+from worker.contract.profile import LayerProfile, MeshCollectiveCosts, OptimizerState
 from worker.data.sampler import BatchSampler
-from worker.driver.evaluation import evaluation_programs, evaluation_spec, mesh_parallelisms
-from worker.driver.step_record import EvaluationResult, combine_batches
+from worker.driver.evaluation import (
+    EvaluationResult,
+    combine_batches,
+    evaluation_programs,
+    evaluation_spec,
+    mesh_parallelisms,
+)
+from worker.engine.results import StepResult
 from worker.examples.text import ByteWindows
 from worker.verify.local_gang import LocalGang, make_workers
 
@@ -35,6 +46,27 @@ class NanInStep(torch.nn.Module):
         return torch.nn.functional.cross_entropy(output, target) * (float("nan") if bad else 1.0)
 
 
+class LeavesCycles(torch.nn.Module):
+    """Cross entropy, each call of which leaves a thousand objects that only a search for cycles finds."""
+
+    class Cycle:
+        """An object that holds itself."""
+
+        left = 0
+
+        def __init__(self):
+            self.itself = self
+            type(self).left += 1
+
+        def __del__(self):
+            type(self).left -= 1
+
+    def forward(self, output, target):
+        for _ in range(1000):
+            self.Cycle()
+        return torch.nn.functional.cross_entropy(output, target)
+
+
 class TooLargeAfter(torch.nn.Module):
     """Cross entropy, but after so many calls it wants more memory than any machine has."""
 
@@ -46,6 +78,20 @@ class TooLargeAfter(torch.nn.Module):
         self._left -= 1
         if self._left < 0:
             torch.empty(1 << 50)
+        return torch.nn.functional.cross_entropy(output, target)
+
+
+class FaultAt(torch.nn.Module):
+    """Cross entropy, but at its call of this number the accelerator reports a fault."""
+
+    def __init__(self, call: int):
+        super().__init__()
+        self._left = call
+
+    def forward(self, output, target):
+        self._left -= 1
+        if self._left == 0:
+            raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
         return torch.nn.functional.cross_entropy(output, target)
 
 
@@ -88,6 +134,14 @@ class Watched(ByteWindows):
         return super().__getitem__(index)
 
 
+class Slow(ByteWindows):
+    """Bytes that take their time: a step of them is as long as another process needs to look for a plan."""
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.04)
+        return super().__getitem__(index)
+
+
 class SeedsAndDraws(ByteWindows):
     """Bytes of which some are masked at random, by torch's own generator, which it seeds for each sample."""
 
@@ -98,38 +152,86 @@ class SeedsAndDraws(ByteWindows):
         return torch.where(masks[-1], 0, tokens), target
 
 
-def plan_of(job: dict[str, Any], costs: dict[str, Any], budget_s: float = 0.2) -> dict[str, Any]:
+def plan_of(job: dict[str, Any], costs: dict[str, Any], budget_s: float = 0.05) -> dict[str, Any]:
     """What the control plane answers to a driver's request for a plan."""
     read = Job.from_json(job)
     return job_plan_json(plan_job(read, JobCosts.from_json(costs, read), budget_s=budget_s))
 
 
-def mesh_profiles(workers: list[Any], job: Job, measured: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a driver sends besides, of meshes of unlike sizes: the layers as each measures them (`measured`: the first)."""
-    if not job.heterogeneous:
+_tried: dict[str, OptimizerState] = {}
+_updates: dict[str, UpdateCosts] = {}
+
+
+class PreparedMeasurements:
+    """The Measurements (worker/benchmark/plan_request.py) of workers in this process that are prepared. Layers are measured
+    by the first worker, of heterogeneous meshes by one of each kind; links are assumed, collectives count as nothing.
+
+    The optimizer is tried and measured once a process for each that jobs have, as it knows nothing of the model. With
+    `nodes` all workers of a mesh are on the node that it names, without them nothing is said of nodes.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        workers: Sequence[Any],
+        nodes: Mapping[str, str] | None = None,
+        *,
+        bandwidth_bytes_per_s: float | None = 1e9,
+    ):
+        self._job, self._workers, self._first = job, workers, workers[0]
+        self._nodes, self._bandwidth_bytes_per_s = nodes, bandwidth_bytes_per_s
+
+    def memory_bytes(self) -> dict[str, int]:
         return {}
-    kinds = {f"m{mesh}": kind for mesh, kind in enumerate(zip(job.mesh_sizes, job.tensors, strict=True))}
-    ones = {kinds[worker.mesh]: worker for worker in reversed(workers)}
-    found = []
-    for of in measured:
-        for (size, tensor), one in ones.items():
-            count, profile = of["microbatches"], of["profile"]
-            if one is not workers[0]:
-                workers[0].trace(count)
-                one.take_graph(workers[0].graph(size // tensor), count)
-                profile = one.profile(count)
-            found.append({"microbatches": count, "workers": size, "tensor": tensor, "profile": profile})
-    return {"mesh_profiles": found}
 
+    def optimizer_state(self) -> OptimizerState:
+        of = repr((self._job.optimizer, self._job.resources, self._job.meshes))
+        if of not in _tried:
+            _tried[of] = self._first.optimizer_state()
+        return _tried[of]
 
-_measured: dict[str, dict[str, Any]] = {}
+    def profile(self, microbatches: int) -> LayerProfile:
+        return LayerProfile.from_json(self._first.profile(microbatches))
 
+    def leave_out(self, microbatches: int, why: str) -> None:
+        raise AssertionError(f"{microbatches} microbatches are left out: {why}")
 
-def _update_costs(first: Any, of: str) -> dict[str, Any]:
-    """What a worker measures of its optimizer: once a process for each (`of`), since it knows nothing of the model."""
-    if of not in _measured:
-        _measured[of] = first.update_costs().to_json()
-    return _measured[of]
+    def network(self, *, loops: bool, skips: bool) -> dict[str, Any]:
+        return {"bandwidth_bytes_per_s": self._bandwidth_bytes_per_s, "latency_s": 1e-5}
+
+    def collectives(self, network: Mapping[str, Any]) -> MeshCollectiveCosts:
+        return MeshCollectiveCosts()
+
+    def update_costs(self) -> UpdateCosts:
+        of = repr((self._job.optimizer, self._job.training))
+        if of not in _updates:
+            _updates[of] = self._first.update_costs()
+        return _updates[of]
+
+    def action_s(self) -> float:
+        return 0.0
+
+    def mesh_profiles(self, kind: MeshKind, counts: Sequence[int]) -> dict[int, LayerProfile]:
+        """Of the graph that the first worker traced for as many rows as a worker of this kind has."""
+        kinds = list(zip(self._job.mesh_sizes, self._job.tensors, strict=True))
+        one = next(worker for worker in self._workers if kinds[int(worker.mesh[1:])] == kind)
+        size, tensor = kind
+        measured = {}
+        for count in counts:
+            if one is not self._first:
+                self._first.trace(count)
+                one.take_graph(self._first.graph(size // tensor), count)
+            measured[count] = LayerProfile.from_json(one.profile(count))
+        return measured
+
+    def workers(self) -> list[dict[str, Any]]:
+        if not self._nodes:
+            return []
+        return [
+            {"mesh": f"m{mesh}", "worker": index, "node": self._nodes.get(f"m{mesh}")}
+            for mesh, size in enumerate(self._job.mesh_sizes)
+            for index in range(size)
+        ]
 
 
 def forward_plan_of(spec: dict[str, Any]) -> dict[str, Any]:
@@ -137,34 +239,31 @@ def forward_plan_of(spec: dict[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(plan_forwards(spec).to_json()))
 
 
-def placed(job: Job, nodes: Mapping[str, str] | None) -> dict[str, Any]:
-    """What a driver sends of its workers, all workers of a mesh on the node that `nodes` names; nothing without."""
-    workers = [(f"m{mesh}", index) for mesh, size in enumerate(job.mesh_sizes) for index in range(size)]
-    found = [{"mesh": mesh, "worker": index, "node": (nodes or {}).get(mesh)} for mesh, index in workers]
-    return {"workers": found} if nodes else {}
+def placement_of(request: dict[str, Any]) -> dict[str, Any]:
+    """What the control plane answers to a driver's request for a placement, of a job that has no plan yet."""
+    return make_placement(PlacementRequest(**request), None).model_dump()
 
 
 class Workers(LocalGang):
     """All workers of `job`, planned and loaded; closes their engines at the end. `nodes` are where a plan takes its meshes
-    to be (all on one), though they run here; with `pairs` it is stripped of its reshardings, as a plan of before."""
+    to be (all on one), though they run here; with `pairs` it is stripped of its reshardings, as a plan of before. No
+    bandwidth: as where no link was measured."""
 
-    def __init__(self, job: dict[str, Any], nodes: Mapping[str, str] | None = None, *, pairs: bool = False):
+    def __init__(
+        self,
+        job: dict[str, Any],
+        nodes: Mapping[str, str] | None = None,
+        *,
+        pairs: bool = False,
+        bandwidth_bytes_per_s: float | None = 1e9,
+    ):
         self._read = read = Job.from_json(job)
         self._nodes = nodes or {}
         workers = make_workers(read)
         for worker in workers:  # one after the other: torch seeds for a whole process
-            counts = list(worker.prepare(read.mesh_sizes[int(worker.mesh[1:])]))
-        first = workers[0]
-        profiles = [{"microbatches": count, "profile": first.profile(count)} for count in counts]
-        costs = {
-            "profiles": profiles,
-            **mesh_profiles(workers, read, profiles),
-            "network": {"bandwidth_bytes_per_s": 1e9, "latency_s": 1e-5},
-            "optimizer": asdict(first.optimizer_state()),
-            "update": _update_costs(first, json.dumps([job["optimizer"], job["training"]], sort_keys=True)),
-            **placed(read, nodes),
-        }
-        self.planned = plan_of(job, costs)
+            worker.prepare(read.mesh_sizes[int(worker.mesh[1:])])
+        measurements = PreparedMeasurements(read, workers, nodes, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
+        self.planned = plan_of(job, plan_request(read, measurements))
         if pairs:
             del self.planned["reshardings"]
         evaluation = self._evaluation_programs if read.evaluation is not None else None
@@ -195,6 +294,11 @@ class Workers(LocalGang):
         """The mean loss of each step, over its microbatches and workers."""
         found = []
         for number in steps:
-            losses = [loss for result in self.step(number) for loss in result.losses]
-            found.append(sum(losses) / len(losses))
+            found.append(mean_loss(self.step(number)))
         return found
+
+
+def mean_loss(results: Sequence[StepResult]) -> float:
+    """The mean loss of a step, of what its workers tell."""
+    losses = [loss for result in results for loss in result.losses]
+    return sum(losses) / len(losses)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import os
 import time
@@ -29,38 +30,48 @@ from worker.actor.benchmarks import (
     profile_key,
     profile_layers,
 )
-from worker.actor.device import (
-    WorkerAddress,
-    choose_device,
-    make_transport,
-    own_node_address,
-    processor_share,
-    use_tf32,
-)
+from worker.actor.device import choose_device, make_transport, use_tf32
 from worker.actor.evaluation import EvaluationBatches, EvaluationSize, Evaluator
 from worker.actor.model_host import JobModel
-from worker.actor.optimizer import learning_rate, make_loss, make_optimizer, make_schedule
-from worker.actor.saver import ShardWriteResult, SnapshotMemory, WorkerCheckpoints
-from worker.actor.step_result import EvaluatedBatch, WorkerStep
-from worker.actor.telemetry import GpuMeter, PeakMemory, gpu_peak_flops, requested_bytes
+from worker.actor.node import WorkerAddress, own_node_address, processor_share
+from worker.actor.optimizer import (
+    check_layout_of_optimizer,
+    check_optimizer_of_meshes,
+    check_optimizer_of_model,
+    learning_rate,
+    make_loss,
+    make_optimizer,
+    make_schedule,
+)
+from worker.actor.saver import SavedState, ShardWriteResult, SnapshotMemory, WorkerCheckpoints
+from worker.actor.step_result import EvaluatedBatch, PreparedProgram, WorkerStep
+from worker.actor.telemetry import GpuMeter, PeakMemory, accelerator_name, gpu_peak_flops, requested_bytes
 from worker.benchmark.engine_overhead import measure_action
-from worker.benchmark.links import Probe, ProbeResult
+from worker.benchmark.links import Probe, ProbeResult, endpoint
 from worker.checkpoint.format import check_writable
+from worker.checkpoint.resumption import ResumedWorker, Takeover
 from worker.checks.replicas import Fingerprint, checksums, named_tensors
 from worker.checks.sharding import StageCheckContext, check_tensor_parallel
 from worker.contract import failures
 from worker.contract.costs import UpdateCosts
-from worker.contract.failures import AttemptFailure, OutOfMemoryFailure, as_failure, attributed_to
-from worker.contract.job import Job, microbatch_counts
-from worker.contract.planned import ModelSignature
+from worker.contract.failures import (
+    AttemptFailure,
+    OutOfMemoryFailure,
+    as_failure,
+    attributed_to,
+    is_device_assert,
+)
+from worker.contract.job import COMPILE_LIMIT_S, Job, microbatch_counts
+from worker.contract.planned import MeshProgram, ModelSignature
 from worker.contract.profile import MeshCollectiveCosts, OptimizerState
 from worker.contract.reasons import Reason
 from worker.engine.compile import StageCompiler, compile_stages
 from worker.engine.engine import Engine, engine_collectives
-from worker.engine.local_stages import LocalStages
+from worker.engine.local_stages import LocalStages, named_buffers, named_parameters
 from worker.engine.results import NonFiniteError, StageError, StallError, autocast_dtype
 from worker.model.eval_mode import EvaluationEdge
-from worker.model.factory import resolve
+from worker.model.factory import moved_factory_notes, resolve
+from worker.model.opaque.call import opaque_calls
 from worker.model.serialization import ParameterValues
 from worker.model.stages import StageGraph, StageModule
 from worker.parallel.process_groups import tp_group
@@ -69,6 +80,11 @@ from worker.parallel.tensor.shards import TensorParallelShards, tensor_parallel_
 from worker.transport.base import AbortedError, ConnectError, EngineError, PeerLostError, Topology, Transport
 
 log = logging.getLogger(__name__)
+
+# Every so many steps garbage is looked for among what is older than a step, too.
+_FULL_COLLECTION_STEPS = 100
+# How many microbatches behind the first the traced model is compared on, too.
+_FURTHER_MICROBATCHES = 3
 
 
 class Worker:
@@ -81,16 +97,17 @@ class Worker:
         self._mesh = mesh
         self._worker = worker
         self._device = device
-        self._model = JobModel(job, device)
         self._engine: Engine | None = None
         self._reader: StageReader | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._memory = PeakMemory(device)
         self._gpu = GpuMeter(device)
         self._planned_bytes: int | None = None
+        self._untried = ""  # the error for which the optimizer was not tried before the model was built
         self._evaluation_batches: EvaluationBatches | None = None
         self._evaluator: Evaluator | None = None
         self._tensor_shards: TensorParallelShards | None = None
+        self._collects_garbage = False
 
     def address(self) -> WorkerAddress:
         """Take this worker's GPU, and return its address. RuntimeError when there is no GPU."""
@@ -126,7 +143,7 @@ class Worker:
         self._data_workers = workers_per_mesh // tensor
         data = {"worker": self._worker // tensor, "workers_per_mesh": self._data_workers}
         self._batches = Batches(self._job, **data, microbatches=counts[-1])
-        self._model.keywords = self._batches.keywords
+        self._model = JobModel(self._job, self._device, self._batches.keywords)
         if self._job.evaluation is not None:
             self._evaluation_batches = EvaluationBatches(self._job, **data, microbatches=counts[-1])
             self._evaluation_batches.check_matches_training(self._batches)
@@ -142,14 +159,27 @@ class Worker:
         return plannable_bytes(self._job, self._device, sharing)
 
     def optimizer_state(self) -> OptimizerState:
-        """The bytes that the job's optimizer keeps of the parameters that it trains."""
+        """The bytes that the job's optimizer keeps of the parameters that it trains. Raises AttemptFailure where optimizers
+        of each rank's own parameters, or parts of them, would train something else than one of them all."""
+        self._untried = check_layout_of_optimizer(self._job, self._device)
         return measure_job_optimizer_state(self._job, self._device)
 
     def trace(self, microbatches: int) -> list[str]:
-        """Build the model and trace it for this number of microbatches, one worker for all; notes on the model."""
+        """Build the model and trace it for this number of microbatches, one worker for all; notes on the model, and on
+        the job's factories that moved."""
         self._set_microbatches(microbatches)
         inputs, target = self._batches.sample
-        return self._model.check(inputs, target, free_bytes=lambda: self.memory_limit(1))
+        notes = self._model.check(
+            inputs,
+            target,
+            further=self._batches.further_samples(_FURTHER_MICROBATCHES),
+            free_bytes=lambda: self.memory_limit(1),
+        )
+        if trained := self._model.trained_parameters():
+            notes += check_optimizer_of_model(self._job, trained, self._device, untried=self._untried)
+        evaluation = self._job.evaluation
+        factories = (self._job.model, self._job.data, *([evaluation.data] if evaluation else ()))
+        return [*moved_factory_notes(part.factory for part in factories), *notes]
 
     def graph(self, workers: int | None = None) -> bytes:
         """The traced model for the other workers, without its parameters; for a mesh of another data-parallel size
@@ -188,8 +218,11 @@ class Worker:
         host: str,
         connect_s: float,
     ) -> list[ProbeResult]:
-        """The results of the probes whose hub this mesh is; every worker 0 calls this at the same time."""
-        transport = self._transport(topology, store, host, connect_s)
+        """The results of the probes whose hub this worker is; all endpoints of `topology` call this at the same time."""
+        own = endpoint(self._mesh, self._worker)
+        transport = make_transport(
+            self._device, topology, mesh=own, worker=0, store=store, host=host, connect_s=connect_s
+        )
         return measure_mesh_links(transport, probes, self._device)
 
     @attributed_to(Reason.START_TIMEOUT)
@@ -247,12 +280,17 @@ class Worker:
         self._planned_bytes = assignment.planned_bytes
         self._set_microbatches(assignment.program.microbatches)
         with self._raise_as_attempt_failure():
+            self._check_optimizer_of_meshes(assignment)
             graph = self._model.cut(
                 self._batches.sample[0], assignment.stage_starts, list(assignment.stages), weights
             )
             whole = {index: graph.stages[index] for index in assignment.stages}
             transport = self._transport(
-                assignment.topology, assignment.store, assignment.host, assignment.connect_s
+                assignment.topology,
+                assignment.store,
+                assignment.host,
+                assignment.connect_s,
+                assignment.join_s,
             )
             self._engine = self._make_engine(assignment, graph, whole, transport)
             self._memory.set_baseline(
@@ -269,6 +307,19 @@ class Worker:
             if self._evaluator is not None:
                 self._evaluator.start()
             return self._compile_stages()
+
+    def _check_optimizer_of_meshes(self, assignment: Assignment) -> None:
+        """Refuse settings that differ from those in one process, on the worker that built the model."""
+        if not (trained := self._model.trained_parameters()):
+            return
+        stages_of: dict[str, list[int]] = {}
+        for stage, mesh in enumerate(assignment.mesh_of_stage):
+            stages_of.setdefault(mesh, []).append(stage)
+        names = {
+            mesh: self._model.parameter_names(self._batches.sample[0], assignment.stage_starts, stages)
+            for mesh, stages in stages_of.items()
+        }
+        check_optimizer_of_meshes(self._job, trained, names)
 
     def _make_engine(
         self,
@@ -324,8 +375,7 @@ class Worker:
         if not self._job.training.compile:
             return []
         inputs, target = self._batches.sample
-        meets = self._tensor_shards is not None or self._job.training.sync_batch_norm
-        return compile_stages(self._engine, self._compiler(), inputs, target, self._device, meets=meets)
+        return compile_stages(self._engine, self._compiler(), inputs, target, self._device)
 
     def check_tensor_parallel(self, whole: Mapping[int, StageModule]) -> None:
         """Compare the tensor-parallel stages with `whole` ones on this device, and refuse wrong results; all workers of a
@@ -365,6 +415,25 @@ class Worker:
         """Load this worker's shard of a checkpoint; the number of the step after which it was taken."""
         return self._checkpoints.restore(uri)
 
+    def begin_data_at(self, step: int, sample: int) -> None:
+        """Have `step` begin at `sample` of the data's order; before a checkpoint is loaded."""
+        self._reader.begin_at(step, sample)
+
+    def tensor_names(self) -> list[str]:
+        """The names of the parameters and buffers that this worker saves in checkpoints."""
+        unused = self._model.unused_state().values()
+        return [
+            *self._saved_tensors(),
+            *(name for shard in unused for kind in ("parameters", "buffers") for name in shard[kind]),
+        ]
+
+    def resume(self, uri: str, takeover: Takeover) -> ResumedWorker:
+        """Load this worker's part of the checkpoint of another training, as `takeover` says."""
+        return self._checkpoints.resume(uri, takeover)
+
+    def _saved_tensors(self) -> dict[str, torch.Tensor]:
+        return {**named_parameters(self._stages), **named_buffers(self._stages)}
+
     def warm_up(self, step: int) -> None:
         """Prefetch the samples of the first step, and on CUDA load and try all kernels on them, before another mesh waits
         for this one."""
@@ -373,6 +442,16 @@ class Worker:
             return
         with self._raise_as_attempt_failure():
             self._engine.warm_up(step, *self._reader.take(step, first=True))
+
+    def collect_between_steps(self) -> None:
+        """From now on this process looks for cyclic garbage between steps only, and no more among what is there now: a
+        search of all that torch imports takes some tenths of a second, for which all meshes wait. Modules that run as they
+        are may hold activations in cycles: with such there is no waiting for the end of the step."""
+        gc.collect()
+        gc.freeze()
+        if not any(opaque_calls(stage) for stage in self._stages.values()):
+            gc.disable()
+            self._collects_garbage = True
 
     def has_data(self, step: int) -> bool | None:
         """True where the data has samples for this step; None on workers that read none."""
@@ -385,6 +464,8 @@ class Worker:
         with self._raise_as_attempt_failure():
             inputs, targets = self._reader.take(step)
             result = self._engine.run_step(step, inputs, targets)
+        if self._collects_garbage:
+            gc.collect(2 if step % _FULL_COLLECTION_STEPS == 0 else 1)
         return WorkerStep(
             slots=result.slots,
             losses=result.losses,
@@ -397,7 +478,27 @@ class Worker:
             peak_memory_bytes=self._memory.read(),
             tokens_per_sample=self._batches.tokens_per_sample,
             gpu=self._gpu.read(),
+            difference=result.difference,
         )
+
+    def prepare_program(self, program: MeshProgram) -> PreparedProgram:
+        """Make another program of this mesh ready for `swap_program`, between two steps; the running one stays whatever goes
+        wrong here."""
+        try:
+            return PreparedProgram(same_sums=self._engine.prepare_program(program))
+        except Exception as error:  # that there is no memory for its buffers, say
+            self._engine.drop_program()
+            return PreparedProgram(f"{type(error).__name__}: {error}")
+
+    def swap_program(self, planned_bytes: int | None) -> None:
+        """Run the prepared program from the next step on; `planned_bytes` as in an Assignment."""
+        with self._raise_as_attempt_failure():
+            self._engine.swap_program()
+        self._planned_bytes = planned_bytes
+
+    def drop_program(self) -> None:
+        """Forget the prepared program, which other workers could not prepare."""
+        self._engine.drop_program()
 
     def evaluation_size(self) -> EvaluationSize:
         """The size of an evaluation, in the planned microbatches."""
@@ -422,30 +523,35 @@ class Worker:
 
     @functools.cached_property
     def _checkpoints(self) -> WorkerCheckpoints:
+        saved = self._saved_tensors()
         return WorkerCheckpoints(
             self._job,
             mesh=self._mesh,
             worker=self._worker,
             device=self._device,
-            stages=self._stages,
             engine=self._engine,
             reader=self._reader,
-            unused_state=self._model.unused_state(),
-            optimizer_state=self.optimizer_state,
+            saved=SavedState(
+                {spec: tensor for spec, tensor in self._tensors_by_shard().items() if spec.name in saved},
+                self._model.unused_state(),
+            ),
             report_copied_bytes=self._memory.exclude_bytes,
         )
 
     def _compiler(self) -> StageCompiler:
-        training = self._job.training
-        return StageCompiler(
-            device=self._device, autocast=autocast_dtype(training.precision), limit_s=training.compile_limit_s
-        )
+        autocast = autocast_dtype(self._job.training.precision)
+        return StageCompiler(device=self._device, autocast=autocast, limit_s=COMPILE_LIMIT_S)
 
     def _transport(
-        self, topology: Topology, store: tuple[str, int], host: str, connect_s: float
+        self,
+        topology: Topology,
+        store: tuple[str, int],
+        host: str,
+        connect_s: float,
+        join_s: float | None = None,
     ) -> Transport:
         place = {"mesh": self._mesh, "worker": self._worker, "store": store, "host": host}
-        return make_transport(self._device, topology, **place, connect_s=connect_s)
+        return make_transport(self._device, topology, **place, connect_s=connect_s, join_s=join_s)
 
     def _set_microbatches(self, microbatches: int | None) -> None:
         """Split the batch into this number of microbatches from now on; None changes nothing."""
@@ -474,8 +580,12 @@ class Worker:
 
     def _make_optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         names = {id(tensor): name for name, tensor in named_tensors(self._stages).items()}
-        self._optimizer = make_optimizer(self._job.optimizer, parameters, [names[id(p)] for p in parameters])
-        return self._optimizer
+        optimizer = make_optimizer(
+            self._job.optimizer, parameters, [names.get(id(p), "") for p in parameters]
+        )
+        if any(id(p) in names for p in parameters):  # else it only enters sums of other meshes
+            self._optimizer = optimizer
+        return optimizer
 
     def _raise_as_attempt_failure(self) -> AbstractContextManager[None]:
         return raise_as_attempt_failure(
@@ -487,11 +597,16 @@ class Worker:
 def raise_as_attempt_failure(
     memory: PeakMemory, *, mesh: str, device: str, planned_bytes: int | None
 ) -> Iterator[None]:
-    """Raise every error of the body as an AttemptFailure; out of memory with planned and seen bytes."""
+    """Raise every error of the body as an AttemptFailure; out of memory with planned and seen bytes, a fault of an
+    accelerator with that and its node."""
     try:
         yield
     except Exception as error:
         failure = _attempt_failure(error)
+        if failure.reason in (Reason.ACCELERATOR_FAILED, Reason.ILLEGAL_ADDRESS):
+            raise AttemptFailure(
+                failure.reason, f"{accelerator_name(device)}: {failure.message}", failure.details
+            ) from None
         if failure.reason is not Reason.OUT_OF_MEMORY:
             raise failure from None
         raise out_of_memory_failure(failure, mesh, device, planned_bytes, memory.read()) from None
@@ -505,7 +620,7 @@ def _attempt_failure(error: Exception) -> AttemptFailure:
 
 def engine_failure(error: EngineError) -> AttemptFailure:
     """The failure of an attempt whose step ended with `error`."""
-    if isinstance(error, StageError):
+    if isinstance(error, StageError) or is_device_assert(error):
         return as_failure(error, Reason.USER_CODE_RAISED)
     if isinstance(error, NonFiniteError):
         return as_failure(error, Reason.NAN_LOSS)

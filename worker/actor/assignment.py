@@ -21,9 +21,9 @@ class Assignment:
     """One worker's place in a planned job.
 
     The model is cut before the layers `stage_starts`, one stage each; `mesh_of_stage` says where each stage runs.
-    `program` trains, `evaluation` has forwards only. Workers meet at `store` (host and port), reach this one at `host`,
-    and all have to be there within `connect_s` seconds. `planned_bytes` is the most that the mesh holds by the plan
-    (None: unknown), for messages.
+    `program` trains, `evaluation` has forwards only. Workers meet at `store` (host and port) within `join_s` seconds, the
+    time that loading may take, reach this one at `host`, and are connected `connect_s` later. `planned_bytes` is the most
+    that the mesh holds by the plan (None: unknown), for messages.
     """
 
     mesh: str
@@ -33,6 +33,7 @@ class Assignment:
     topology: Topology
     store: tuple[str, int]
     host: str
+    join_s: float
     connect_s: float
     slot_limits: SlotLimits
     planned_bytes: int | None = None
@@ -55,14 +56,23 @@ class Assignment:
         return tuple(index for index, mesh in enumerate(self.mesh_of_stage) if mesh == self.mesh)
 
 
+@dataclass(frozen=True)
+class LoadLimits:
+    """Seconds in which workers meet (`join_s`, the time that loading may take) and are then connected, and the limits of
+    their slots."""
+
+    join_s: float
+    connect_s: float
+    slots: SlotLimits
+
+
 def make_assignments(
     planned: PlannedJob,
     places: Sequence[tuple[str, str]],
     *,
     tensors: tuple[int, ...],
     store: tuple[str, int],
-    connect_s: float,
-    slot_limits: SlotLimits,
+    limits: LoadLimits,
     planned_bytes: Mapping[str, int | None] | None = None,
     evaluation: Mapping[str, MeshProgram] | None = None,
 ) -> list[Assignment]:
@@ -81,8 +91,9 @@ def make_assignments(
             topology,
             store,
             host,
-            connect_s,
-            slot_limits,
+            limits.join_s,
+            limits.connect_s,
+            limits.slots,
             (planned_bytes or {}).get(mesh),
             (evaluation or {}).get(mesh),
         )
@@ -93,6 +104,7 @@ def make_assignments(
 def run_options(job: Job, mesh: str, *, limits: SlotLimits, device: str) -> RunOptions:
     """The options by which the engine of a worker of `mesh` trains `job`."""
     training = job.training
+    summed = job.tp_size(mesh) > 1 or training.sync_batch_norm  # inside a forward, with other workers
     return RunOptions(
         precision=training.precision,
         transfers=training.transfers,
@@ -106,4 +118,5 @@ def run_options(job: Job, mesh: str, *, limits: SlotLimits, device: str) -> RunO
         limits=limits,
         device=device,
         sharded=job.sharded,
+        spot_check_until=training.steps if training.check_trace and not summed else None,
     )

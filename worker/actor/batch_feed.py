@@ -8,6 +8,7 @@ Knows the data set and the inputs of stages; no model, no engine. Errors of the 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from worker.actor.loss import takes_inputs
 from worker.contract.failures import as_failure, attributed_to
-from worker.contract.job import AUTO, Data, Job
+from worker.contract.job import AUTO, SKIP_LIMIT_S, Data, Job
 from worker.contract.profile import FactoryError
 from worker.contract.reasons import Reason
 from worker.data.checksum import checksum
@@ -40,6 +41,7 @@ class Batches:
         self._part = BatchSlice(worker, workers_per_mesh)
         self._names: tuple[str, ...] | None = None
         self._loader: LoaderProcesses | None = None
+        self._origin: tuple[int, int] | None = None
         self._microbatches: Microbatches | None = None
         self._with_inputs = takes_inputs(job.loss)
         self._set_microbatches(microbatches)
@@ -53,6 +55,11 @@ class Batches:
     def data(self) -> Data:
         """The job's settings of this data."""
         return self._job.data
+
+    @property
+    def samples_in_all(self) -> int | None:
+        """The number of samples of the data; None for a stream."""
+        return self._source.samples
 
     @property
     def ahead(self) -> int:
@@ -80,6 +87,12 @@ class Batches:
         if microbatches != self.microbatches:
             self._set_microbatches(microbatches)
 
+    @attributed_to(Reason.DATA_FAILED)
+    def begin_at(self, step: int, sample: int) -> None:
+        """Have `step` begin at `sample` of the data's order, counted over all epochs, and later steps follow it."""
+        self._origin = (step, sample)
+        self._set_microbatches(self.microbatches)
+
     def rows(self, microbatches: int) -> int:
         """The number of this worker's samples in each of `microbatches`."""
         return self._job.training.global_batch // microbatches // self._workers_per_mesh
@@ -101,6 +114,19 @@ class Batches:
             self._checked(self._microbatches.read(first, 0, BatchSlice(worker, workers)))[0]
             for worker in range(workers)
         ]
+
+    def further_samples(self, count: int) -> list[MicrobatchTensors]:
+        """This worker's rows of at most `count` microbatches behind the first, up to one that cannot be read or has other
+        shapes, which training will say; none of a stream."""
+        found: list[MicrobatchTensors] = []
+        first = self._microbatches.order.first_step - 1
+        if isinstance(self._source, IndexedSource):
+            with contextlib.suppress(Exception):
+                for microbatch in range(1, min(count + 1, self.microbatches)):
+                    rows = self._checked(self._microbatches.read(first, microbatch, self._part))
+                    self._check_shapes(rows, first, microbatch)
+                    found.append(rows)
+        return found
 
     @attributed_to(Reason.DATA_FAILED)
     def checksums(self) -> tuple[str, str]:
@@ -220,7 +246,7 @@ class Batches:
 
     def _order(self, microbatches: int) -> SampleOrder:
         training = self._job.training
-        return SampleOrder(self.data, training.seed, training.global_batch, microbatches)
+        return SampleOrder(self.data, training.seed, training.global_batch, microbatches, origin=self._origin)
 
     def _last_step(self) -> int:
         return self._job.training.steps
@@ -252,7 +278,7 @@ class StageReader:
         if inputs or self.has_output:
             loader = batches.data.loader
             limit_s = min(limit_s, loader.timeout_s) if loader.workers else limit_s
-            self._first_limit_s = limit_s + _READER_START_S + batches.data.skip_limit_s
+            self._first_limit_s = limit_s + _READER_START_S + SKIP_LIMIT_S
             self._reader = prefetch_steps(
                 batches.microbatch,
                 batches.microbatches,
@@ -296,6 +322,11 @@ class StageReader:
         """The data position behind `step`, for a checkpoint; empty where no samples are read."""
         position = None if self._reader is None else self._batches.position(step + 1)
         return {} if position is None else {_DATA_STATE_KEY: dict(position)}
+
+    def begin_at(self, step: int, sample: int) -> None:
+        """Have `step` begin at `sample` of the data's order; before any samples are taken."""
+        if self._reader is not None:
+            self._batches.begin_at(step, sample)
 
     def load_state(self, step: int, state: Mapping[str, Any]) -> None:
         """Go on after `step`, whose checkpoint has this state. Raises AttemptFailure DATA_FAILED where the data

@@ -18,12 +18,7 @@ import torch
 from worker.actor.batch_feed import Batches
 from worker.actor.device import device_kind
 from worker.actor.loss import JobLoss
-from worker.actor.optimizer import (
-    check_optimizer_for_tensor_parallel,
-    check_optimizer_for_zero1,
-    make_optimizer,
-    measure_optimizer_state,
-)
+from worker.actor.optimizer import make_optimizer, measure_optimizer_state
 from worker.actor.telemetry import memory_limit
 from worker.benchmark.layer_costs import TensorParallelProbe, measure_layers
 from worker.benchmark.links import LARGE_BYTES, Probe, ProbeResult, measure_links, probe_groups, probe_lanes
@@ -57,14 +52,8 @@ def plannable_bytes(job: Job, device: str, sharing: int) -> int | None:
 
 
 def measure_job_optimizer_state(job: Job, device: str) -> OptimizerState:
-    """The bytes that the job's optimizer keeps of the parameters that it trains. Raises AttemptFailure where ZeRO-1 or
-    tensor parallelism needs an elementwise optimizer, and the job's is not."""
-    make = functools.partial(make_optimizer, job.optimizer)
-    if job.sharded:
-        check_optimizer_for_zero1(make, device)
-    if job.resources.tensor > 1:
-        check_optimizer_for_tensor_parallel(make, job.resources.tensor, device)
-    return measure_optimizer_state(make, device)
+    """The bytes that the job's optimizer keeps of the parameters that it trains."""
+    return measure_optimizer_state(functools.partial(make_optimizer, job.optimizer), device)
 
 
 def measure_job_update(job: Job, device: str) -> UpdateCosts:
@@ -102,8 +91,8 @@ def measure_mesh_collectives(job: Job, transport: Transport, device: str) -> Mes
 
 
 def measure_mesh_links(transport: Transport, probes: Sequence[Probe], device: str) -> list[ProbeResult]:
-    """The results of the probes whose hub this mesh is. Closes `transport`, of which worker 0 of every mesh calls this at
-    the same time."""
+    """The results of the probes whose hub this endpoint is. Closes `transport`, of which all endpoints call this at the same
+    time."""
     with closing_transport(transport):
         transport.connect(probe_groups(transport.topology), probe_lanes(probes))
         return measure_links(transport, probes, device)

@@ -1,10 +1,9 @@
-"""Chooses a worker's accelerator, node address, TF32 mode and transport (NCCL on CUDA, gloo on CPU).
+"""Chooses a worker's accelerator, TF32 mode and transport (NCCL on CUDA, gloo on CPU).
 
 choose_device must run before anything else uses CUDA in this thread. TF32 is set for the whole process, by the names
 that torch had before 2.9: what they set can be read under both names, while code that reads the old names after the
 new were set gets an error. SLOTLINE_NCCL_MAX_P2P_CHANNELS and SLOTLINE_NCCL_MAX_CTAS limit the width of NCCL's
 kernels (GPU.md: a waiting kernel takes multiprocessors from compute).
-WorkerAddress and processor_cores need no torch; Ray is imported only when a function is called.
 """
 
 from __future__ import annotations
@@ -14,10 +13,8 @@ import logging
 import os
 import platform
 import socket
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +79,28 @@ def choose_device(device: str, assigned: Callable[[], Sequence[str | int]], mesh
             )
         if not torch.cuda.is_available():
             raise RuntimeError(
-                f"the job wants CUDA, but torch {torch.__version__} finds no GPU on {socket.gethostname()}: "
-                "install a CUDA build of torch there, or set resources.device to cpu"
+                f"the job wants CUDA, but torch {torch.__version__} finds no GPU on {socket.gethostname()} "
+                f"({_cuda_error()}): {_cuda_remedy()}, or set resources.device to cpu"
             )
         torch.cuda.set_device(gpu_index(os.environ, assigned()))
+
+
+def _cuda_error() -> str:
+    """CUDA's own words on why there is no GPU for this process."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).strip().splitlines()[0].rstrip(".")
+    return "CUDA says no reason"
+
+
+def _cuda_remedy() -> str:
+    if torch.version.cuda is None:
+        return "install a CUDA build of torch there"
+    return (
+        f"this torch wants a GPU and a driver for CUDA {torch.version.cuda}: see what nvidia-smi shows there, update the "
+        "driver or install a build of torch for an older CUDA"
+    )
 
 
 def device_kind(device: str) -> str:
@@ -113,24 +128,27 @@ def make_transport(
     store: tuple[str, int],
     host: str,
     connect_s: float,
+    join_s: float | None = None,
 ) -> Transport:
-    """A transport that is not connected yet. `host` is the address on which gloo's peers reach this worker."""
+    """A transport that is not connected yet. `host` is the address on which gloo's peers reach this worker.
+
+    Workers wait for each other for `join_s` seconds (None: `connect_s`), and then connect within `connect_s`."""
     common: dict[str, Any] = {
         "mesh": mesh,
         "worker": worker,
-        "store_host": store[0],
-        "store_port": store[1],
+        "store": store,
         "connect_timeout_s": connect_s,
+        "join_timeout_s": join_s,
     }
     if device != "cuda":
         return GlooTransport(topology, host=host, **common)
     from worker.transport.nccl import NcclSettings, NcclTransport
 
-    settings = NcclSettings(
+    NcclSettings(
         max_p2p_channels=_integer_variable("SLOTLINE_NCCL_MAX_P2P_CHANNELS", 2),
         max_ctas=_integer_variable("SLOTLINE_NCCL_MAX_CTAS", None),
-    )
-    return NcclTransport(topology, settings=settings, **common)
+    ).apply()
+    return NcclTransport(topology, **common)
 
 
 def _integer_variable(name: str, default: int | None) -> int | None:
@@ -141,51 +159,6 @@ def _integer_variable(name: str, default: int | None) -> int | None:
         return int(text)
     except ValueError:
         raise ValueError(f"{name} is {text!r}: give a whole number") from None
-
-
-PROCESSOR_SHARE_S = 0.3
-_CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
-
-
-@dataclass(frozen=True)
-class WorkerAddress:
-    """The place of one worker; its JSON goes to the control plane with the request for a plan."""
-
-    mesh: str
-    worker: int
-    node: str
-    node_id: str
-    process_id: int
-    device: str
-
-
-def processor_cores() -> float:
-    """The number of cores that the processes of this node (or container) may use together."""
-    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    with contextlib.suppress(OSError, ValueError):  # cgroup v2: "max 100000", or microseconds of each period
-        quota, period = _CGROUP_CPU_MAX.read_text().split()
-        cores = min(cores, float(quota) / float(period))
-    return cores
-
-
-def processor_share(seconds: float = PROCESSOR_SHARE_S) -> float:
-    """The part of a core that a thread of this process gets now, while it computes for `seconds`.
-
-    Called by all workers of a node at once their sum is how many cores they have together: fewer than are there where
-    others compute too, or where the machine is a guest that does not get all of its processors.
-    """
-    wall, own = time.monotonic(), time.thread_time()
-    while time.monotonic() - wall < seconds:
-        sum(range(1000))
-    return (time.thread_time() - own) / (time.monotonic() - wall)
-
-
-def own_node_address() -> str:
-    """The address under which the cluster knows the node of this process."""
-    import ray
-
-    own = ray.get_runtime_context().get_node_id()
-    return next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == own)
 
 
 def use_tf32(allowed: bool | None) -> None:

@@ -8,7 +8,7 @@ Samples behind the last whole microbatch are left out, as traced stages take no 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from worker.engine.engine import Engine, engine_collectives
 from worker.engine.local_stages import LocalStages
 from worker.model.eval_mode import EvaluationStages
 from worker.model.pytree import Target, count_tokens
+from worker.parallel.collectives import Collectives
 from worker.parallel.process_groups import dp_group
 from worker.transport.base import Transport
 
@@ -138,7 +139,7 @@ class Evaluator:
         device: str,
     ):
         self._stages, self._batches, self._loss = stages, batches, loss.with_output_spec(stages.tree_spec)
-        self._transport, self._device = transport, device
+        self._device = device
         mesh, limits, program = assignment.mesh, assignment.slot_limits, assignment.evaluation
         self._ignored, self._tensor = target_ignore_index(job), job.tp_size(mesh)
         self._reader = StageReader(
@@ -154,12 +155,13 @@ class Evaluator:
             keeps_random=True,
             sharded=(),
         )
+        self._collectives = engine_collectives(
+            _ConnectedTransport(transport), program, assignment.mesh_of_stage, stages.tied, options
+        )
         self._engine = Engine(
             program,
             LocalStages(stages.stages, assignment.mesh_of_stage, stages.edges, stages.tied),
-            engine_collectives(
-                _ConnectedTransport(transport), program, assignment.mesh_of_stage, stages.tied, options
-            ),
+            self._collectives,
             loss=self._loss_without_side_effects,
             options=options,
         )
@@ -191,17 +193,9 @@ class Evaluator:
         self._reader.close()
         self._engine.close()
 
-    @torch.no_grad()
     def _begin(self) -> None:
         """Take the buffers of worker 0 of the mesh, which a checkpoint stores."""
-        transport, tensor = self._transport, self._tensor  # tensor-parallel ranks have the same buffers
-        buffers, several = self._stages.begin(), transport.topology.workers(transport.mesh) > tensor
-        for buffer in buffers if several else ():
-            sent = buffer.reshape(-1).resolve_conj().clone().view(torch.uint8)  # of any type, to the bit
-            if transport.worker >= tensor:
-                sent.zero_()
-            transport.all_reduce(dp_group(transport.mesh, transport.worker, tensor), sent)
-            buffer.copy_(sent.view(buffer.dtype).view(buffer.shape))
+        take_buffers_of_first(self._stages.begin(), self._collectives, self._tensor)
         if self._device == "cuda":  # lanes are other streams
             torch.cuda.synchronize()
 
@@ -211,6 +205,20 @@ class Evaluator:
     def _loss_without_side_effects(self, output: Any, target: Target) -> tuple[torch.Tensor, Metrics]:
         with loss_state_restored(self._loss.target):
             return self._loss.with_metrics(output, target)
+
+
+@torch.no_grad()
+def take_buffers_of_first(buffers: Sequence[torch.Tensor], collectives: Collectives, tensor: int) -> None:
+    """Overwrite `buffers` by those of the first workers of the mesh, of any dtype, bit for bit: a sum over the dp group
+    to which the others add zero bytes. The `tensor` tensor-parallel ranks of a replica have equal buffers."""
+    mesh, worker = collectives.mesh, collectives.worker
+    several = collectives.topology.workers(mesh) > tensor
+    for buffer in buffers if several else ():
+        sent = buffer.reshape(-1).resolve_conj().clone().view(torch.uint8)
+        if worker >= tensor:
+            sent.zero_()
+        collectives.all_reduce(dp_group(mesh, worker, tensor), sent)
+        buffer.copy_(sent.view(buffer.dtype).view(buffer.shape))
 
 
 @contextlib.contextmanager

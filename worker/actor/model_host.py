@@ -23,12 +23,19 @@ from worker.actor.loss import JobLoss
 from worker.actor.optimizer import check_parameter_groups, make_loss
 from worker.checkpoint.record import RECORD_SHARD, ModelRecord, make_record, record_to_state, unused_tensors
 from worker.checkpoint.sources import check_weights, fill_stages, fill_tensors
+from worker.checks.hazards import SKIP_CHECK_HINT, check_trainable, unchecked_state
 from worker.checks.sharding import SamplesByRank, check_batch_sharding
-from worker.checks.trace import check_trace, trace_check_bytes
-from worker.contract.failures import as_failure, attributed_to, is_out_of_memory
-from worker.contract.job import FP16, Job
-from worker.contract.profile import ModelError
+from worker.checks.trace import (
+    OwnBackwardError,
+    check_evaluation_trace,
+    check_trace,
+    trace_check_bytes,
+)
+from worker.contract.failures import AttemptFailure, as_failure, attributed_to, is_out_of_memory
+from worker.contract.job import AUTO, FP16, Job
+from worker.contract.profile import ModelError, TraceError
 from worker.contract.reasons import Reason
+from worker.data.microbatches import MicrobatchTensors
 from worker.engine.results import autocast_dtype
 from worker.model.eval_mode import (
     EvaluationEdge,
@@ -38,10 +45,10 @@ from worker.model.eval_mode import (
     evaluation_stages,
     trace_in_eval_mode,
 )
-from worker.model.export import TracedModel, tensor_aliases, trace
-from worker.model.factory import build_model, check_patterns_match, pattern_matches
-from worker.model.hazards import check_trainable
+from worker.model.export import TracedModel, modules_with_own_backwards, tensor_aliases, trace
+from worker.model.factory import build_model, check_patterns_match, pattern_matches, set_modes
 from worker.model.interface import ModelInterface, adapt_model
+from worker.model.opaque.call import opaque_calls
 from worker.model.parity import tolerance_for
 from worker.model.pytree import Target, TreeSpec
 from worker.model.serialization import (
@@ -58,21 +65,22 @@ from worker.parallel.tensor.shards import check_tensor_plan_of
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model, and its record from before it was changed."""
+    """A model, its record from before it was changed, and notes on the modes of its modules."""
 
     model: nn.Module
     record: ModelRecord
+    notes: tuple[str, ...] = ()
 
 
 def build_job_model(job: Job) -> BuiltModel:
     """The model of `job` with its initial weights, without model.weights.
 
-    Frozen parameters take no gradient. Raises ModelError where weights, patterns of frozen parameters or of optimizer
-    groups do not fit the model's names.
+    Its modules are in the modes that `model.train` says. Frozen parameters take no gradient. Raises ModelError where
+    weights, patterns of frozen parameters or of optimizer groups do not fit the model's names.
     """
     spec = job.model
     model = build_model(spec.factory, spec.args, seed=job.training.seed)
-    built = BuiltModel(model, make_record(model))
+    built = BuiltModel(model, make_record(model), tuple(set_modes(model, spec.train)))
     names, aliases = [name for name, _ in model.named_parameters()], tensor_aliases(model)
     check_patterns_match("model.freeze", spec.freeze, names, aliases)
     for name, parameter in model.named_parameters():
@@ -96,8 +104,8 @@ class JobModel:
     worker/model/serialization.py says what of it goes to other workers.
     """
 
-    def __init__(self, job: Job, device: str):
-        self._job, self._device = job, device
+    def __init__(self, job: Job, device: str, keywords: tuple[str, ...] = ()):
+        self._job, self._device, self._keywords = job, device, keywords
         self._built: nn.Module | None = None  # on the worker that builds, until it is cut
         self._traced: TracedModel | None = None
         self._evaluation: TracedModel | None = None
@@ -106,10 +114,11 @@ class JobModel:
         self._traces_by_workers: dict[int, TracedModel] = {}
         self._traces_for_all = True  # until another worker's graph is taken
         self._record: ModelRecord | None = None
+        self._notes: tuple[str, ...] = ()  # on the model as it was built
         self._interface = ModelInterface()
+        self._opaque: dict[str, str] = {}  # the modules that run as they are, and why
         self._unused_state: dict[str, Any] | None = None  # on the worker that leads, once it is cut
         self.tree_spec: TreeSpec | None = None  # of the model's output, once it is cut
-        self.keywords: tuple[str, ...] = ()  # the names of the inputs in samples, where they have any
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
     def traced(self, sample: tuple[torch.Tensor, ...]) -> TracedModel:
@@ -118,18 +127,18 @@ class JobModel:
             model = self._job.model
             if self._built is None:
                 built = build_job_model(self._job)
-                self._built, self._record = built.model, built.record
+                self._built, self._record, self._notes = built.model, built.record, built.notes
                 _check_loss_scalable(self._built, self._job.training.precision)
                 self._interface = adapt_model(
-                    self._built, self.keywords, output=model.output, own_loss=self._job.loss is None
+                    self._built, self._keywords, output=model.output, own_loss=self._job.loss is None
                 )
             self._traced = self._trace(sample)
         return self._traced
 
     def _trace(self, sample: tuple[torch.Tensor, ...]) -> TracedModel:
-        traced = trace(self._built, sample, **self._trace_options)
-        traced.tree_spec, traced.notes = self._interface.tree_spec, (*self._interface.notes, *traced.notes)
-        return traced
+        traced = trace(self._built, sample, opaque=self._opaque, **self._trace_options)
+        self._opaque |= traced.opaque
+        return traced.with_interface(self._interface.tree_spec, self._interface.notes)
 
     @property
     def _trace_options(self) -> dict[str, Any]:
@@ -138,6 +147,7 @@ class JobModel:
             "autocast": autocast_dtype(training.precision),
             "device": self._device,
             "transfers": training.transfers,
+            "whole": self._job.meshes == 1 and self._job.pipeline.stages in (1, AUTO),
         }
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
@@ -149,9 +159,9 @@ class JobModel:
         return self._evaluation
 
     def _trace_in_eval_mode(self, sample: tuple[torch.Tensor, ...]) -> TracedModel:
-        traced = trace_in_eval_mode(self._built, sample, **self._trace_options)
-        traced.tree_spec = self._interface.tree_spec
-        return traced
+        # what is one node in training is one here, so that both are cut at the same modules
+        traced = trace_in_eval_mode(self._built, sample, opaque=self._opaque, **self._trace_options)
+        return traced.with_interface(self._interface.tree_spec)
 
     @attributed_to(Reason.CUT_IMPOSSIBLE)
     def evaluation_edges(
@@ -193,31 +203,88 @@ class JobModel:
         return stages
 
     def check(
-        self, sample: tuple[torch.Tensor, ...], target: Target, *, free_bytes: Callable[[], int | None]
+        self,
+        sample: tuple[torch.Tensor, ...],
+        target: Target,
+        *,
+        further: Sequence[MicrobatchTensors] = (),
+        free_bytes: Callable[[], int | None],
     ) -> list[str]:
         """Notes on the traced model. Refuses a tensor plan that does not fit it, and with training.check_trace a graph that
-        computes something else than the model; `free_bytes` are those of the device."""
+        computes something else than the model, or that nobody can compare and whose forward moves tensors which are no
+        buffers; `further` are other microbatches of these shapes, `free_bytes` those of the device."""
         traced, job = self.traced(sample), self._job
+        self._check_layout(traced)
         for tensor in sorted({*job.tensors} - {1}):
             check_tensor_plan_of(traced, job.resources.tensor_plan, tensor)
-        notes = batch_norm_notes(traced, job) + tf32_notes(job, self._device)
-        return notes + self._check_trace(traced, target, free_bytes()) if job.training.check_trace else notes
+        notes = [*self._notes, *batch_norm_notes(traced, job), *tf32_notes(job, self._device)]
+        if not job.training.check_trace:
+            return [*notes, *traced.notes, *filter(None, self._unchecked_state(traced))]
+        return notes + self._check_trace(traced, target, further, free_bytes())
+
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        """The trained parameters of the model itself by name, on the worker that built it until it is cut; else none."""
+        if self._built is None:
+            return {}
+        return {name: p for name, p in self._built.named_parameters() if p.requires_grad}
+
+    @attributed_to(Reason.CUT_IMPOSSIBLE)
+    def parameter_names(
+        self, sample: tuple[torch.Tensor, ...], stage_starts: Sequence[str], stages: Sequence[int]
+    ) -> list[str]:
+        """The names of the parameters of some stages, in the order in which their mesh has them."""
+        return self.traced(sample).parameters(stage_starts, stages)
+
+    def _check_layout(self, traced: TracedModel) -> None:
+        """Refuse layouts that need to look into a module that runs as it is."""
+        job = self._job
+        calls = opaque_calls(traced.placed.module)
+        if calls and {*job.tensors} != {1}:
+            raise ModelError(
+                f"parallelism.tp is {max(job.tensors)}, and the model has {calls[0]}: tensor parallelism cannot split "
+                f"what it computes; set tp to 1, or change that module: {traced.opaque[calls[0].record.path]}"
+            )
+        if calls and len({*job.dp_sizes}) > 1:
+            raise ModelError(
+                f"resources.meshes have {', '.join(map(str, job.dp_sizes))} data-parallel workers, and the model has "
+                f"{calls[0]}: it may look at other rows of a worker; give all meshes the same number, or "
+                f"change that module: {traced.opaque[calls[0].record.path]}"
+            )
 
     @attributed_to(Reason.USER_CODE_RAISED)
-    def _check_trace(self, traced: TracedModel, target: Target, free_bytes: int | None) -> list[str]:
-        """Compare the graph with the model, where this worker built it and both fit in `free_bytes`."""
+    def _check_trace(
+        self,
+        traced: TracedModel,
+        target: Target,
+        further: Sequence[MicrobatchTensors],
+        free_bytes: int | None,
+    ) -> list[str]:
+        """Compare the graphs with the model, where this worker built it and both fit in `free_bytes`."""
         if self._built is None:
             return []
         device = self._device
         needed = trace_check_bytes(self._built, traced, device)
         if free_bytes is not None and needed > free_bytes:
-            return [
+            return self._notes_unchecked(
+                traced,
                 f"the traced model was not compared with the model itself: both would take about {needed:,} bytes, "
-                f"and {free_bytes:,} are free"
-            ]
+                f"and {free_bytes:,} are free",
+            )
         loss = functools.partial(self._make_loss, device)
         try:
-            return check_trace(self._built, traced, loss, target, device=device)
+            try:
+                notes = check_trace(self._built, traced, loss, target, further=further, device=device)
+            except OwnBackwardError:
+                if not self._trace_own_backwards(traced):
+                    raise
+                notes = check_trace(self._built, self._traced, loss, target, further=further, device=device)
+            if self._job.evaluation is not None:
+                evaluated = self._traced_in_eval_mode(traced.example_inputs)
+                evaluated_loss = functools.partial(self._make_loss, device, evaluated)
+                check_evaluation_trace(self._built, evaluated, evaluated_loss, target, device=device)
+            return notes
+        except AttemptFailure:
+            raise
         except ModelError as error:
             raise as_failure(error, Reason.MODEL_BUILD_FAILED) from None
         except Exception as error:
@@ -227,10 +294,39 @@ class JobModel:
             lack = (
                 "it has no room for both" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
             )
-        return [f"the traced model was not compared with the model itself on the accelerator: {lack}"]
+        return self._notes_unchecked(
+            traced, f"the traced model was not compared with the model itself on the accelerator: {lack}"
+        )
 
-    def _make_loss(self, device: str) -> JobLoss:
-        return make_loss(self._job.loss, device).with_output_spec(self._traced.tree_spec)
+    def _notes_unchecked(self, traced: TracedModel, why: str) -> list[str]:
+        """Notes on a graph that was not compared, for the reason `why`. Refuses one whose forward moved tensors that are no
+        buffers."""
+        tensors, values = self._unchecked_state(traced)
+        if tensors:
+            error = TraceError(f"{tensors}; {why}; {SKIP_CHECK_HINT}")
+            raise as_failure(error, Reason.MODEL_BUILD_FAILED)
+        return [*traced.notes, why, *filter(None, [values])]
+
+    def _unchecked_state(self, traced: TracedModel) -> tuple[str, str]:
+        return unchecked_state(type(self._built).__name__, traced.moved)
+
+    def _trace_own_backwards(self, traced: TracedModel) -> bool:
+        """Trace anew with the modules as they are whose autograd functions have backwards of their own; False where the
+        model itself calls such a function, or none is found."""
+        options = self._trace_options
+        found = modules_with_own_backwards(
+            self._built, traced.example_inputs, autocast=options["autocast"], device=options["device"]
+        )
+        if not found or ("" in found and not options["whole"]):
+            return False
+        self._opaque |= found
+        self._traced = self._trace(traced.example_inputs)
+        self._check_layout(self._traced)
+        return True
+
+    def _make_loss(self, device: str, traced: TracedModel | None = None) -> JobLoss:
+        """The job's loss of what `traced` returns, by default the trained model's trace."""
+        return make_loss(self._job.loss, device).with_output_spec((traced or self._traced).tree_spec)
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
     def graph(self, sample: tuple[torch.Tensor, ...], workers: int | None = None) -> bytes:

@@ -13,19 +13,28 @@ import functools
 import inspect
 import io
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from worker.actor.loss import JobLoss
 from worker.contract.failures import attributed_to
 from worker.contract.job import Factory, Job, Optimizer, ParameterGroup
 from worker.contract.profile import FactoryError, ModelError, OptimizerState
 from worker.contract.reasons import Reason
+from worker.engine.optim.cross_sums import sums_over_ranks, zero_parameter
+from worker.engine.optim.model_trials import ModelParameters, NamedSubset
 from worker.engine.optim.state_dict import GROUP_NUMBER_KEY, IMPLEMENTATION_FLAGS
-from worker.engine.optim.trials import check_tensor_parallel_optimizer, check_zero1_optimizer
+from worker.engine.optim.trials import (
+    check_pipeline_optimizer,
+    check_tensor_parallel_optimizer,
+    check_zero1_optimizer,
+)
 from worker.model.factory import call_factory, check_patterns_match, pattern_matches, resolve
 
 
@@ -142,6 +151,16 @@ def make_optimizer(
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise FactoryError(f"optimizer {path!r} returned {type(optimizer).__name__}, not a torch optimizer")
     check_group_settings(groups, optimizer)
+    try:
+        inspect.signature(optimizer.step).bind()
+    except ValueError:  # a compiled step() may not know its own arguments
+        pass
+    except TypeError as error:
+        raise FactoryError(
+            f"optimizer {path!r} is a {type(optimizer).__name__}, whose step() wants more than gradients ({error}): a "
+            "training step computes losses and gradients once, so that there is nothing to call again; choose an "
+            "optimizer whose step() needs no closure (torch's SGD, Adam, AdamW, ...)"
+        ) from None
     return optimizer
 
 
@@ -153,7 +172,22 @@ def optimizer_state_bytes(
     parameter.grad = torch.ones_like(parameter)
     optimizer = make([parameter])
     optimizer.step()
-    return _tensor_bytes(list(optimizer.state.values()))
+    kept = tree_leaves(dict(optimizer.state))
+    return sum(value.nbytes for value in kept if isinstance(value, torch.Tensor))
+
+
+def optimizer_state_keys(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], dimensions: int
+) -> frozenset[str] | None:
+    """The names of what the optimizer of `make` keeps of a parameter of so many dimensions; None where it refuses one."""
+    parameter = nn.Parameter(torch.zeros([2] * dimensions))
+    parameter.grad = torch.ones_like(parameter)
+    try:
+        optimizer = make([parameter])
+        optimizer.step()
+    except Exception:  # of whatever optimizer: Muon takes matrices only
+        return None
+    return frozenset(optimizer.state[parameter])
 
 
 @attributed_to(Reason.USER_CODE_RAISED)
@@ -187,33 +221,89 @@ def measure_optimizer_state(
 
 
 @attributed_to(Reason.USER_CODE_RAISED)
-def check_optimizer_for_zero1(
-    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], device: str = "cpu"
-) -> None:
-    """FactoryError unless ZeRO-1 can shard the state of the optimizer of `make`."""
+def check_layout_of_optimizer(job: Job, device: str = "cpu") -> str:
+    """FactoryError where the job's ranks step optimizers of their own, and its optimizer updates something else then:
+    parts of a parameter with ZeRO-1 or tensor parallelism, some of the parameters on each of several meshes.
+
+    The error for which several meshes could not be tried before the model is built, empty where they were."""
+    spec, resources = job.optimizer, job.resources
+    make = functools.partial(make_optimizer, spec)
+    field = "resources.shard is optimizer"
     try:
-        check_zero1_optimizer(make, device)
+        if job.sharded:
+            check_zero1_optimizer(make, device)
+        field = f"parallelism.tp is {resources.tensor}"
+        if resources.tensor > 1:
+            check_tensor_parallel_optimizer(make, device)
+        field = f"resources.meshes is {resources.meshes or 'one a stage'}"
+        if job.meshes > 1:
+            return check_pipeline_optimizer(functools.partial(_make_of_numbered, spec), device)
+        return ""
     except ValueError as error:
-        raise FactoryError(f"resources.shard is optimizer: {error}") from error
+        raise FactoryError(f"{field}: {error}") from error
 
 
 @attributed_to(Reason.USER_CODE_RAISED)
-def check_optimizer_for_tensor_parallel(
-    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], tensor: int, device: str = "cpu"
-) -> None:
-    """FactoryError unless the optimizer of `make` may update matrices that are split over `tensor` ranks."""
+def check_optimizer_of_model(
+    job: Job, parameters: Mapping[str, nn.Parameter], device: str = "cpu", *, untried: str = ""
+) -> list[str]:
+    """Notes on what could not be tried of the job's optimizer with the model's trained `parameters`, by name; FactoryError
+    where ranks would update them otherwise. `untried` is what check_layout_of_optimizer returned."""
+    model, make = ModelParameters(parameters), functools.partial(make_optimizer, job.optimizer)
+    path, several = job.optimizer.factory, job.meshes > 1
     try:
-        check_tensor_parallel_optimizer(make, device)
+        obstacles = {
+            "on the model's own parameters": model.try_parameters(make, device, untried=bool(untried)),
+            "for the parameters of one mesh alone": model.check_settings(
+                make, model.halves() if several else []
+            ),
+        }
     except ValueError as error:
-        raise FactoryError(f"resources.tensor is {tensor}: {error}") from error
+        raise FactoryError(f"optimizer {path!r}: {error}") from error
+    return [
+        f"optimizer {path!r} could not be tried {what}: {obstacle}; if a mesh updates parameters otherwise than one process "
+        "does, nobody notices: compare the job with its plain loop (slotline verify)"
+        for what, obstacle in obstacles.items()
+        if obstacle
+    ]
 
 
-def _tensor_bytes(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    if isinstance(value, Mapping):
-        return sum(map(_tensor_bytes, value.values()))
-    return sum(map(_tensor_bytes, value)) if isinstance(value, list | tuple) else 0
+@attributed_to(Reason.USER_CODE_RAISED)
+def check_optimizer_of_meshes(
+    job: Job, parameters: Mapping[str, nn.Parameter], names_of_mesh: Mapping[str, Sequence[str]]
+) -> None:
+    """FactoryError where the factory gives one of the model's trained `parameters` other settings on its mesh, which has
+    those of these names in this order, than in one process; or where sums over parameters would count one twice."""
+    parts = [
+        NamedSubset(f"the {len(own)} of mesh {mesh}, in the order of its stages", own)
+        for mesh, names in names_of_mesh.items()
+        if (own := [name for name in names if name in parameters])
+    ]
+    holders = Counter(name for part in parts for name in part.members)
+    make = functools.partial(make_optimizer, job.optimizer)
+    try:
+        ModelParameters(parameters).check_settings(make, parts)
+        shared = [name for name, meshes in holders.items() if meshes > 1]
+        if shared and sums_over_ranks(make([zero_parameter()], [""])):
+            raise ValueError(
+                f"it sums over all parameters, and {shared[0]!r} ({len(shared)} in all) is held by {holders[shared[0]]} "
+                "meshes, whose sums would count it as often: untie it, have both of its layers on one mesh "
+                "(pipeline.stages), or choose an optimizer that updates each parameter by itself"
+            )
+    except ValueError as error:
+        raise FactoryError(f"optimizer {job.optimizer.factory!r}: {error}") from error
+
+
+def _make_of_numbered(
+    spec: Optimizer, parameters: list[nn.Parameter], numbers: list[int]
+) -> torch.optim.Optimizer:
+    """The job's optimizer for parameters without names, dealt to its groups by their numbers: with groups a factory is
+    called with these, as many on every mesh."""
+    groups = tuple(
+        replace(group, match=(f"{number}.*",)) for number, group in enumerate(spec.groups, start=1)
+    )
+    names = [f"{number % (len(groups) + 1)}.{number}" for number in numbers]
+    return make_optimizer(replace(spec, groups=groups), parameters, names)
 
 
 def _fused_flag(
@@ -264,6 +354,25 @@ def make_schedule(spec: Factory, optimizer: torch.optim.Optimizer) -> Any:
         ) from None
     _check_storable(call, schedule.state_dict())
     return schedule
+
+
+def warmup_decay(
+    optimizer: torch.optim.Optimizer, steps: int, warmup: int = 0, decay: str = "constant"
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """A schedule that raises the learning rate in a line over the first `warmup` steps, and then keeps it (constant), or
+    lowers it to 0 behind the last of `steps` in a line (linear) or half a cosine (cosine)."""
+    if decay not in ("constant", "linear", "cosine"):
+        raise ValueError(f"decay is {decay!r}: write constant, linear or cosine")
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        done = min(1.0, (step - warmup) / max(1, steps - warmup))
+        return {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}[
+            decay
+        ]
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 def _metric_dependence(schedule: Any) -> str | None:

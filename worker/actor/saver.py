@@ -8,31 +8,49 @@ The file format is worker/checkpoint/format.py; when to save and which checkpoin
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import nn
 
 from worker.actor.batch_feed import StageReader
+from worker.actor.optimizer import (
+    learning_rate,
+    make_optimizer,
+    measure_optimizer_state,
+    optimizer_state_keys,
+)
 from worker.actor.telemetry import memory_limit
 from worker.checkpoint import format as checkpoint_format
-from worker.checks.replicas import named_tensors
-from worker.contract.failures import AttemptFailure, attributed_to
+from worker.checkpoint.resumption import ResumedWorker, Takeover, mismatch_text
+from worker.contract.checkpoint_files import CheckpointError
+from worker.contract.failures import AttemptFailure, as_failure, attributed_to
 from worker.contract.job import Job
-from worker.contract.profile import OptimizerState
 from worker.contract.reasons import Reason
 from worker.engine.engine import Engine
-from worker.engine.optim.state_dict import without_implementation_flags
+from worker.engine.local_stages import named_parameters
+from worker.engine.optim.state_dict import class_name, without_implementation_flags
+from worker.parallel.shard_spec import ShardSpec
 
 Result = TypeVar("Result")
+
+
+@contextlib.contextmanager
+def reading_checkpoint() -> Iterator[None]:
+    """Turns an exception of the body into an AttemptFailure: CHECKPOINT_DAMAGED or CHECKPOINT_FAILED."""
+    with attributed_to(Reason.CHECKPOINT_FAILED):
+        try:
+            yield
+        except checkpoint_format.DamagedCheckpointError as error:
+            raise as_failure(error, Reason.CHECKPOINT_DAMAGED) from None
 
 
 class BackgroundTask(Generic[Result]):
@@ -149,6 +167,7 @@ class ShardWriteResult:
 class ShardSaver:
     """Writes the shard `mesh` of `state(step)`, and `constant_shards`, which never change.
 
+    With tensor parallelism it is that of one `rank` of `ranks`, and of the tensors in `slices` the state has only these.
     `report_copied_bytes` is called with the bytes that copies take, whenever that may have changed.
     """
 
@@ -158,9 +177,14 @@ class ShardSaver:
         state: Callable[[int], ShardState],
         constant_shards: Mapping[str, ShardState],
         *,
+        slices: Mapping[str, ShardSpec] | None = None,
+        rank: int = 0,
+        ranks: int = 1,
         device: str = "cpu",
         report_copied_bytes: Callable[[int], None] = lambda copied_bytes: None,
     ):
+        self._slices, self._shard = slices or {}, checkpoint_format.rank_shard(mesh, rank)
+        self._beside = [checkpoint_format.rank_shard(mesh, other) for other in range(1, ranks) if rank == 0]
         self._mesh, self._state, self._constant_shards = mesh, state, constant_shards
         self._report_copied_bytes = report_copied_bytes
         self._snapshots = HostSnapshots(device)
@@ -196,7 +220,9 @@ class ShardSaver:
         return ShardWriteResult(tuple(self._constant_shards), None, self._writing.seconds)
 
     def _write(self, uri: str, step: int, state: ShardState) -> None:
-        checkpoint_format.save_shard(uri, step=step, shard=self._mesh, state=state)
+        checkpoint_format.save_shard(
+            uri, step=step, shard=self._shard, state=state, slices=self._slices, beside=self._beside
+        )
         for shard, constant in self._constant_shards.items():
             checkpoint_format.save_shard(uri, step=step, shard=shard, state=constant)
 
@@ -226,11 +252,21 @@ class SnapshotMemory:
     host_bytes: int | None
 
 
+@dataclass(frozen=True)
+class SavedState:
+    """The parameters and buffers of a worker that checkpoints hold, by their slices, and the state of the model that no
+    stage uses, as the leading worker has it."""
+
+    tensors: Mapping[ShardSpec, torch.Tensor]
+    unused: Mapping[str, ShardState]
+
+
 class WorkerCheckpoints:
     """Saves and restores the state of one loaded worker.
 
-    Only worker 0 of a mesh writes; the others hold the same state, or give it their parts. `optimizer_state` measures
-    the bytes that the optimizer keeps; `report_copied_bytes` is called with the bytes that host snapshots take.
+    Of a mesh the first worker writes, and of tensor-parallel ranks each its slices: the first rank all that is whole
+    besides. The other workers hold the same state, or give it their parts. `report_copied_bytes` is called with the bytes
+    that host snapshots take.
     """
 
     def __init__(
@@ -240,66 +276,199 @@ class WorkerCheckpoints:
         mesh: str,
         worker: int,
         device: str,
-        stages: Mapping[int, nn.Module],
         engine: Engine,
         reader: StageReader,
-        unused_state: Mapping[str, ShardState],
-        optimizer_state: Callable[[], OptimizerState],
+        saved: SavedState,
         report_copied_bytes: Callable[[int], None],
     ):
-        self._stages, self._engine, self._reader = stages, engine, reader
-        self._device, self._optimizer_state = device, optimizer_state
-        self._leads = worker == 0
-        # Tensor-parallel ranks and ZeRO-1 ranks hold parts of the state, which worker 0 puts together.
-        self._contributes = not self._leads and (worker < job.tp_size(mesh) or mesh in job.sharded)
+        self._job, self._device = job, device
+        self._engine, self._reader = engine, reader
+        self._specs = {spec.name: spec for spec in saved.tensors}
+        self._shapes = {spec.name: spec.whole_shape(tensor.shape) for spec, tensor in saved.tensors.items()}
+        self._slices = {name: spec for name, spec in self._specs.items() if spec.dim is not None}
+        self._worker = worker
+        self._unused_state = saved.unused if worker == 0 else {}
+        self._resumed: dict[str, ResumedWorker] = {}  # by the checkpoint's URI
+        ranks = job.tp_size(mesh)
+        self._writes = worker < ranks
+        # ZeRO-1 ranks hold parts of the state, which the first of each dp group puts together.
+        self._contributes = not self._writes and mesh in job.sharded
         self._saver = ShardSaver(
             mesh,
-            lambda step: {**engine.state(), **reader.state(step)},
-            unused_state,
+            lambda step: {**self._own_state(), **(reader.state(step) if worker == 0 else {})},
+            self._unused_state,
+            slices=self._slices,
+            rank=worker,
+            ranks=ranks,
             device=device,
             report_copied_bytes=report_copied_bytes,
         )
 
-    @attributed_to(Reason.CHECKPOINT_FAILED)
+    def _own_state(self) -> ShardState:
+        """The state that this worker writes of its engine: the first all of it, another tensor-parallel rank its slices."""
+        state = self._engine.state()
+        if self._worker == 0:
+            return state
+        return {
+            part: {name: entry for name, entry in state[part].items() if name in self._slices}
+            for part in ("parameters", "buffers", "optimizer")
+        }
+
+    @reading_checkpoint()
     def restore(self, uri: str) -> int:
-        """Load this worker's shard of a checkpoint; the number of the step after which it was taken."""
-        state, step = checkpoint_format.load_checkpoint(uri, names={*named_tensors(self._stages)})
+        """Load this worker's part of a checkpoint; the number of the step after which it was taken."""
+        loaded = checkpoint_format.load_slices(uri, self._specs)
+        if message := _mismatch(loaded.shapes, self._shapes):
+            raise CheckpointError(f"{uri} is of another model: {message}")
+        state, step = loaded.state, loaded.step
         self._reader.load_state(step, state)
         state["optimizer_groups"] = without_implementation_flags(state.get("optimizer_groups") or [])
         self._engine.load_state(state)
         return step
 
+    @attributed_to(Reason.CHECKPOINT_FAILED)
+    def resume(self, uri: str, takeover: Takeover) -> ResumedWorker:
+        """Load this worker's part of another training's checkpoint, as `takeover` says.
+
+        Raises AttemptFailure RESUME_REFUSED where the checkpoint does not fit this worker's parameters and buffers, or the
+        job's schedule cannot reach its step.
+        """
+        loaded = checkpoint_format.load_slices(uri, self._specs)
+        state, step = loaded.state, loaded.step
+        if uri not in self._resumed:  # else it is asked for again with other data: schedules have moved on
+            if message := _mismatch(loaded.shapes, self._shapes):
+                raise AttemptFailure(Reason.RESUME_REFUSED, message)
+            self._resume_unused_tensors(uri)
+            self._resumed[uri] = self._resume_engine(state, step, settings=takeover.settings)
+        if takeover.data:
+            self._reader.load_state(step, state)
+        return self._resumed[uri]
+
+    def _resume_engine(self, state: ShardState, step: int, *, settings: bool) -> ResumedWorker:
+        optimizer, groups = self._engine.optimizer, state.get("optimizer_groups") or []
+        omitted, new_state = self._optimizer_omissions(state)
+        saved_schedule = state.get("lr_schedule")
+        settings = settings and not omitted
+        self._engine.load_state(
+            {
+                **state,
+                "optimizer": {} if omitted else state.get("optimizer") or {},
+                "optimizer_groups": without_implementation_flags(groups) if settings else [],
+                "lr_schedule": saved_schedule if settings else None,
+            }
+        )
+        if not settings:
+            self._advance_schedule((saved_schedule or {}).get("last_epoch", step))
+        rate = next((float(group["lr"]) for group in groups if "lr" in group), None)
+        return ResumedWorker(
+            step=step,
+            optimizer=None if optimizer is None else not omitted,
+            omitted=omitted,
+            new_state=new_state,
+            loss_scale=(state.get("loss_scale") or {}).get("scale"),
+            saved_rate=rate,
+            rate=None if optimizer is None else learning_rate(optimizer),
+        )
+
+    def _optimizer_omissions(self, state: ShardState) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Why the saved state of the optimizer is not taken over (empty where it is), and the trained parameters of which
+        the checkpoint has none."""
+        optimizer, entries = self._engine.optimizer, state.get("optimizer") or {}
+        if optimizer is None:
+            return (), ()
+        own, saved = class_name(optimizer), state.get("optimizer_class")
+        if saved not in (None, own):
+            return (f"optimizer state, which is of {saved}, and this job's optimizer is {own}",), ()
+        make = functools.partial(make_optimizer, self._job.optimizer)
+        keys_of = functools.cache(functools.partial(optimizer_state_keys, make))
+        stages = {index: module for index, (module, _) in self._engine.stages.items()}
+        new_state = []
+        for name, parameter in named_parameters(stages).items():
+            if not parameter.requires_grad:
+                continue
+            keys, kept = keys_of(state["parameters"][name].dim()), entries.get(name)
+            if kept is None or keys is None:
+                new_state += [name] * bool(keys)
+            elif not keys <= kept.keys() or (saved is None and keys != kept.keys()):
+                return (
+                    f"optimizer state, which has {', '.join(sorted(kept)) or 'nothing'} of {name}, and this job's "
+                    f"{own} keeps {', '.join(sorted(keys)) or 'nothing'}",
+                ), ()
+        return (), tuple(new_state)
+
+    def _advance_schedule(self, steps: int) -> None:
+        try:
+            self._engine.advance_schedule(steps)
+        except Exception as error:  # of whatever schedule: one that ends before
+            raise AttemptFailure(
+                Reason.RESUME_REFUSED,
+                f"optimizer.schedule {self._job.optimizer.schedule.factory} does not reach step {steps} of the checkpoint "
+                f"({type(error).__name__}: {error}): give it arguments for all steps of the job, counted from its first",
+            ) from None
+
+    @torch.no_grad()
+    def _resume_unused_tensors(self, uri: str) -> None:
+        """Give the tensors that no stage uses, which the first worker keeps for exports, their saved values."""
+        for shard in self._unused_state.values():
+            tensors = {**shard.get("parameters", {}), **shard.get("buffers", {})}
+            if not tensors:
+                continue
+            saved, _ = checkpoint_format.load_checkpoint(
+                uri, names={*tensors}, parts=("parameters", "buffers")
+            )
+            values = {**saved.get("parameters", {}), **saved.get("buffers", {})}
+            shapes = {name: tuple(value.shape) for name, value in values.items()}
+            if message := _mismatch(shapes, {name: tuple(tensor.shape) for name, tensor in tensors.items()}):
+                raise AttemptFailure(Reason.RESUME_REFUSED, message)
+            for name, value in values.items():
+                tensors[name].copy_(value)
+
     def snapshot_memory(self, sharing: int) -> SnapshotMemory:
         """The memory of a host snapshot on this worker, one of `sharing` on its node; none where it writes nothing."""
         self._contribute()
-        if not self._leads:
+        if not self._writes:
             return SnapshotMemory(0, None)
-        state, optimizer = self._engine.state(), self._optimizer_state()
-        parameters = list(state["parameters"].values())
-        size = sum(tensor.nbytes for tensor in [*parameters, *state["buffers"].values()])
-        size += math.ceil(sum(tensor.nbytes for tensor in parameters) * optimizer.bytes_per_parameter_byte)
+        make = functools.partial(make_optimizer, self._job.optimizer)
+        state, optimizer = self._own_state(), measure_optimizer_state(make, self._device)
+        parameters = [self._copy_bytes(tensor) for tensor in state["parameters"].values()]
+        size = sum(parameters) + sum(self._copy_bytes(tensor) for tensor in state["buffers"].values())
+        size += math.ceil(sum(parameters) * optimizer.bytes_per_parameter_byte)
         size += len(parameters) * optimizer.bytes_per_tensor
         return SnapshotMemory(size, memory_limit("cpu", sharing) if self._device == "cuda" else None)
 
+    def _copy_bytes(self, tensor: torch.Tensor) -> int:
+        """The bytes of a copy in host memory; torch takes pinned memory in powers of two."""
+        return tensor.nbytes if self._device != "cuda" else 1 << max(tensor.nbytes - 1, 0).bit_length()
+
     @attributed_to(Reason.CHECKPOINT_FAILED)
     def save(self, uri: str, step: int) -> list[str]:
-        """Write this mesh's shard now; the names of other shards that were written. All workers call this at the same
+        """Write this worker's shard now; the names of other shards that were written. All workers call this at the same
         time."""
         self._contribute()
-        return self._saver.save(uri, step) if self._leads else []
+        return self._saver.save(uri, step) if self._writes else []
 
     @attributed_to(Reason.CHECKPOINT_FAILED)
     def begin_save(self, uri: str, step: int) -> None:
-        """Copy the state of this mesh's shard, and write the copy in a thread; see `saved`."""
+        """Copy the state of this worker's shard, and write the copy in a thread; see `saved`."""
         self._contribute()
-        if self._leads:
+        if self._writes:
             self._saver.begin(uri, step)
 
     def saved(self) -> ShardWriteResult | None:
         """The result of the write that `begin_save` began; None while it is running. Never waits."""
-        return self._saver.saved() if self._leads else ShardWriteResult()
+        return self._saver.saved() if self._writes else ShardWriteResult()
 
     def _contribute(self) -> None:
-        """Ask for the state when worker 0 does, which gathers it."""
+        """Ask for the state when those do that write, which gather it."""
         if self._contributes:
             self._engine.state()
+
+
+def _mismatch(saved: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """The names of `shapes` of which a checkpoint has nothing, or another shape; None where all fit."""
+    others = [
+        f"{name} {list(saved[name])} (the model's is {list(shape)})"
+        for name, shape in shapes.items()
+        if name in saved and saved[name] != shape
+    ]
+    return mismatch_text(missing=[name for name in shapes if name not in saved], shapes=others)

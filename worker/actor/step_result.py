@@ -1,6 +1,6 @@
-"""Values that one worker returns for a training step and for an evaluation batch.
+"""Values that one worker returns for a training step, an evaluation batch, and another program.
 
-The driver combines them over the gang (worker/driver/step_record.py). Light: plain dataclasses, no torch.
+The driver combines them over the gang (worker/driver/step_measurement.py). Light: plain dataclasses, no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class WorkerStep:
     """One optimizer step. `losses` (one a microbatch, not divided by their number) and `metrics` by name are given only
     where the model's output is; `slots` are on this worker's clock. `grad_norm` and `learning_rate` are None on a mesh
     without trained parameters, `loss_scale` but in fp16, `gpu` where it was not read. `skipped`: no update was made,
-    because gradients `overflowed` in fp16 or a number was not finite."""
+    because gradients `overflowed` in fp16 or a number was not finite. `difference`: that of StepResult."""
 
     slots: list[MeasuredSlot]
     losses: list[float] = field(default_factory=list)
@@ -29,6 +29,16 @@ class WorkerStep:
     peak_memory_bytes: int = 0
     tokens_per_sample: int | None = None
     gpu: GpuUsage | None = None
+    difference: str | None = None
+
+
+@dataclass(frozen=True)
+class PreparedProgram:
+    """A worker's readiness to swap its program: `refusal` says why it is not. `same_sums`: gradients are added up in the
+    order of the running program, so that they are the same to the bit."""
+
+    refusal: str | None = None
+    same_sums: bool = False
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import os
 import re
+import socket
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -83,6 +84,17 @@ def _current_gpu_uuid() -> str:
     import torch
 
     return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+
+
+def accelerator_name(device: str) -> str:
+    """The accelerator of this worker and its node, in words, also where it no longer answers."""
+    node = socket.gethostname()
+    if device != "cuda":
+        return f"the CPU of node {node}"
+    try:
+        return f"{_current_gpu_uuid()} of node {node}"
+    except Exception:  # a GPU that has fallen off the bus
+        return f"a GPU of node {node}"
 
 
 # Part of what is free that no plan uses: transfers' and libraries' own buffers, fragments, temporaries.

@@ -12,23 +12,24 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from worker.contract.failures import attributed_to
 from worker.contract.profile import LayerCost, LayerEdge, LayerProfile
 from worker.contract.reasons import Reason
 from worker.engine.autograd import WeightBackward, backward, backward_input
-from worker.engine.compile import StageCompiler, uncompiled
-from worker.engine.forward import drop_casts, run_forward
+from worker.engine.compile import StageCompiler
+from worker.engine.forward import drop_casts, run_forward, uncompiled
 from worker.model.export import TracedModel
-from worker.model.stages import OUTPUT_NAME, StageBuilder, StageModule, input_name, is_output
+from worker.model.opaque.call import opaque_calls
+from worker.model.stages import OUTPUT_NAME, StageModule, input_name, is_output
 from worker.parallel.sync_batch_norm import batch_norm_collectives
 from worker.parallel.tensor.graph_collectives import TensorGroup
 from worker.parallel.tensor.tensor_stage import tensor_stage
@@ -116,6 +117,7 @@ class _LayerProfiler:
             checkpointed=self._traced.checkpointed,
             compiled=frozenset(self._compiled),
             split_parameters=frozenset(self._split),
+            joined=dict(self._traced.joined),
         )
 
     def _measure(self, index: int, name: str) -> LayerCost:
@@ -142,7 +144,7 @@ class _LayerProfiler:
             backward_weight_s=times.backward_weight_s,
             backward_s=times.backward_s,
             activation_bytes=saved.bytes,
-            weight_stash_bytes=min(saved.bytes, _weight_stash_bytes(self._builder, index, self._placed)),
+            weight_stash_bytes=saved.weight_stash_bytes,
             parameter_bytes=sum(value.nbytes for value in parameters.values()),
             parameters=tuple(parameters),
             buffers=tuple(buffers),
@@ -236,9 +238,11 @@ class _CountingTransport:
 
 @dataclass(frozen=True)
 class _SavedForBackward:
-    """The bytes that autograd keeps of a layer, the kept ones of its inputs and outputs, and its FLOPs."""
+    """The bytes that autograd keeps of a layer, those that I keeps for W, the kept ones of its inputs and outputs, and its
+    FLOPs."""
 
     bytes: int
+    weight_stash_bytes: int
     tensors: frozenset[str]
     cast_bytes: int
     flops: int | None
@@ -267,6 +271,7 @@ class _LayerRun:
         self.autocast = autocast
         self.outputs: dict[str, Tensor] = {}
         self.rest = WeightBackward()
+        self._whole_backward = bool(opaque_calls(stage))
 
     def forward(self) -> None:
         position = self.stage.model_outputs if self.loss is not None else None
@@ -294,7 +299,7 @@ class _LayerRun:
         )
 
     def backward_input(self) -> None:
-        _, self.rest = backward_input(self.roots, self.gradients, self.leaves)
+        _, self.rest = backward_input(self.roots, self.gradients, self.leaves, whole=self._whole_backward)
 
     def backward_weight(self) -> None:
         self.rest.run()
@@ -322,12 +327,10 @@ class _LayerRun:
             return value
 
         drop_casts()
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
-            self.forward()
+        self._forward_keeping(keep)
         named = {**self.inputs, **self.outputs}
         if self.autocast is not None:  # `named` keeps the first graph while the other runs
-            with torch.autograd.graph.saved_tensors_hooks(keep_again, lambda value: value):
-                self.forward()
+            self._forward_keeping(keep_again)
         received = {value.untyped_storage().data_ptr(): value for value in self.inputs.values()}
         shared = kept.keys() & again.keys() - received.keys()
         casts = {place for place in shared if kept[place].dtype == self.autocast}
@@ -339,10 +342,31 @@ class _LayerRun:
         cast_bytes = sum(kept[place].untyped_storage().nbytes() for place in casts)
         saved = frozenset(name for name, value in named.items() if value.untyped_storage().data_ptr() in kept)
         self.backward_input()
+        stash = self._weight_stash_bytes(fixed | casts)
         self.backward_weight()
         with uncompiled(self.stage):  # what is counted are calls of torch's operations
             flops = count_flops(self.both)
-        return _SavedForBackward(bytes=size, tensors=saved, cast_bytes=cast_bytes, flops=flops)
+        return _SavedForBackward(
+            bytes=size, weight_stash_bytes=stash, tensors=saved, cast_bytes=cast_bytes, flops=flops
+        )
+
+    def _weight_stash_bytes(self, fixed: set[int]) -> int:
+        """The bytes that W holds now, shared memory once, without what lies at the places `fixed`."""
+        held = [*self.rest.tensors(), *_saved_by(self.rest.nodes())]
+        sizes = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in held}
+        return sum(size for place, size in sizes.items() if place not in fixed)
+
+    def _forward_keeping(self, keep: Callable[[Tensor], Tensor]) -> None:
+        """A forward; `keep` is called with every tensor that autograd saves."""
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+                self.forward()
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            self.forward()  # a transform of torch.func, in a module that runs as it is, takes no such hooks
+            for value in _saved_by(_nodes_behind(self.roots)):
+                keep(value)
 
     def both(self) -> None:
         self.forward()
@@ -351,6 +375,30 @@ class _LayerRun:
     def results(self) -> dict[str, Tensor]:
         """The outputs of the layer, on the host."""
         return {name: value.detach().cpu() for name, value in self.outputs.items() if not is_output(name)}
+
+
+def _saved_by(nodes: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors that nodes of autograd hold, as far as they show them."""
+    for node in nodes:
+        shown = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+        shown += getattr(node, "saved_tensors", ())
+        for value in shown:
+            yield from (
+                part for part in (value if isinstance(value, tuple) else (value,)) if isinstance(part, Tensor)
+            )
+
+
+def _nodes_behind(roots: Sequence[Tensor]) -> Iterator[Any]:
+    """The nodes of the autograd graph behind `roots`."""
+    waiting = [root.grad_fn for root in roots]
+    seen: set[Any] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        yield node
+        waiting += [following for following, _ in node.next_functions]
 
 
 def _layer_collectives(run: _LayerRun, probe: TensorParallelProbe) -> tuple[tuple[str, str, int, int], ...]:
@@ -414,26 +462,6 @@ def _clock(device: torch.device) -> Iterator[Callable[[], float]]:
     times = [time.thread_time()]
     yield lambda: times[1] - times[0]
     times.append(time.thread_time())
-
-
-def _weight_stash_bytes(builder: StageBuilder, index: int, placed: Any) -> int:
-    """Bytes that the gradients of weights need: tensors that meet a trained parameter, and the gradient there."""
-    total = 0
-    counted: set[fx.Node] = set()
-    for node in builder.operations(index):
-        weights = [n for n in node.all_input_nodes if n in placed.parameters or n in placed.replicated]
-        if not any(placed.values[n].requires_grad for n in weights if isinstance(placed.values[n], Tensor)):
-            continue
-        met = {n for n in node.all_input_nodes if n not in weights} - counted
-        counted |= met
-        total += sum(_value_bytes(placed.values[n]) for n in [*met, node])
-    return total
-
-
-def _value_bytes(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    return sum(map(_value_bytes, value)) if isinstance(value, Sequence) and not isinstance(value, str) else 0
 
 
 def _dtype_name(value: Tensor) -> str:

@@ -1,7 +1,7 @@
 """Measures latency, bandwidth and contention of transfers between meshes, and derives the NetworkSpec of a plan.
 
-Probes run one after the other on the job's own transport, worker 0 of every mesh at the same time, so that nothing
-else moves meanwhile. Pairs and triples of meshes on the same nodes are measured once.
+Probes run one after the other on the job's own transport, so that nothing else moves meanwhile. Their ends are workers:
+of all that exchange tensors between the same nodes one pair, or triple, is measured.
 Must not know stages or schedules. The JSON form of a result is stored by the control plane: keep its keys.
 """
 
@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from worker.transport.base import Topology, Transport, finish
 # Of two transfers at once, the fraction of the shorter one for which one had to wait: 0 where they run beside each
 # other, 1 where they run one after the other. From here on a plan assumes contention.
 CONTENTION_THRESHOLD = 0.5
-# The limit of measured pairs, and of measured triples, of meshes; the others are taken to be as slow as the slowest.
+# The limit of measured pairs, and of measured triples, of workers; the others are taken to be as slow as the slowest.
 MAX_PROBES = 64
 _REFERENCE_BYTES = 4 << 20
 
@@ -99,7 +99,7 @@ class ProbeResult:
 def contention_model(measurements: Sequence[ConcurrentTransfers]) -> str:
     """The contention model (DESIGN section 4) of these measurements: link, full-duplex or half-duplex.
 
-    The strictest that any of them shows, since one model serves the whole plan; link without measurements.
+    The strictest that any of them shows; link without measurements.
     """
     sharing = {pair.kind for pair in measurements if pair.delay_ratio >= CONTENTION_THRESHOLD}
     if "both ways" in sharing:
@@ -127,55 +127,142 @@ def pairs_in_use(meshes: Sequence[str], *, loops: bool, skips: bool) -> list[tup
     return pairs
 
 
-def choose_probes(
-    meshes: Sequence[str], node_of: Mapping[str, str], *, loops: bool, skips: bool
-) -> list[Probe]:
-    """The probes of a gang: of pairs and of triples of meshes on the same nodes in the same order only the first."""
-    pairs: dict[tuple[str, ...], Probe] = {}
-    for first, second in pairs_in_use(meshes, loops=loops, skips=skips):
-        pairs.setdefault((node_of[first], node_of[second]), Probe(first, (second,)))
+def endpoint(mesh: str, worker: int) -> str:
+    """The name of a worker as one end of a probe."""
+    return f"{mesh}/{worker}"
+
+
+WorkerPair = tuple[str, str]
+"""The endpoints of two workers, that of the earlier mesh first."""
+
+
+def _worker_pairs(
+    nodes_of: Mapping[str, Sequence[str]], *, loops: bool, skips: bool
+) -> dict[tuple[str, str], dict[WorkerPair, WorkerPair]]:
+    """The nodes of each pair of workers between which tensors go, by pair of meshes in use: of worker w of both meshes, or
+    of any two where the meshes differ in size."""
+    found = {}
+    for first, second in pairs_in_use(list(nodes_of), loops=loops, skips=skips):
+        here, there = nodes_of[first], nodes_of[second]
+        numbers = (
+            [(worker, worker) for worker in range(len(here))]
+            if len(here) == len(there)
+            else itertools.product(range(len(here)), range(len(there)))
+        )
+        found[first, second] = {
+            (endpoint(first, a), endpoint(second, b)): (here[a], there[b]) for a, b in numbers
+        }
+    return found
+
+
+def choose_probes(nodes_of: Mapping[str, Sequence[str]], *, loops: bool, skips: bool) -> list[Probe]:
+    """The probes of a gang, between endpoints: of pairs of workers on the same two nodes, and of triples on the same three,
+    only the first. `nodes_of` has the node of each worker of each mesh.
+
+    A triple is measured where both transfers cross between nodes, or neither does: a card and the memory of a node are
+    no one resource.
+    """
+    pairs: dict[frozenset[str], Probe] = {}
+    for workers in _worker_pairs(nodes_of, loops=loops, skips=skips).values():
+        for (first, second), nodes in workers.items():
+            pairs.setdefault(frozenset(nodes), Probe(first, (second,)))
     triples: dict[tuple[str, ...], Probe] = {}
-    for before, hub, after in zip(meshes, meshes[1:], meshes[2:], strict=False):
-        nodes = (node_of[hub], *sorted((node_of[before], node_of[after])))
-        triples.setdefault(nodes, Probe(hub, (before, after)))
+    meshes = list(nodes_of)
+    for three in zip(meshes, meshes[1:], meshes[2:], strict=False):
+        for worker, (before, hub, after) in enumerate(zip(*(nodes_of[mesh] for mesh in three), strict=False)):
+            if (before == hub) == (hub == after):
+                first, middle, last = (endpoint(mesh, worker) for mesh in three)
+                triples.setdefault((hub, *sorted((before, after))), Probe(middle, (first, last)))
     return [*list(pairs.values())[:MAX_PROBES], *list(triples.values())[:MAX_PROBES]]
 
 
+_STRICTNESS = ("link", "full-duplex", "half-duplex")
+
+
+def _contention_of_nodes(
+    probes: Sequence[Probe], measured: Sequence[ProbeResult], node_of: Mapping[str, str]
+) -> dict[frozenset[str], str]:
+    """The contention model of every measured pair of nodes (one node: inside it), from what was measured of it.
+
+    Pairs whose transfers at one node delay each other use one card there, and have the strictest of their models.
+    """
+    seen: dict[frozenset[str], list[ConcurrentTransfers]] = {}
+    joined: list[set[frozenset[str]]] = []
+    for probe, result in zip(probes, measured, strict=True):
+        pairs = [frozenset((node_of[probe.hub], node_of[peer])) for peer in probe.peers]
+        for pair in pairs:
+            seen.setdefault(pair, []).extend(result.together)
+        if contention_model(result.together) != "link":
+            together = [group for group in joined if group & {*pairs}]
+            joined = [group for group in joined if group not in together] + [{*pairs}.union(*together)]
+    models = {pair: contention_model(transfers) for pair, transfers in seen.items()}
+    for group in joined:
+        models |= dict.fromkeys(group, _strictest(models[pair] for pair in group))
+    return models
+
+
+def _strictest(models: Iterable[str]) -> str:
+    return max(models, key=_STRICTNESS.index, default="link")
+
+
 def network_spec(
+    probes: Sequence[Probe],
     measured: Sequence[ProbeResult],
-    meshes: Sequence[str],
-    node_of: Mapping[str, str],
+    nodes_of: Mapping[str, Sequence[str]],
     *,
     loops: bool,
     skips: bool,
 ) -> dict[str, Any]:
-    """JSON of a NetworkSpec: contention, the slowest link for all, and a link for each directed pair in use.
+    """JSON of a NetworkSpec: contention, the slowest link for all, and a link for each directed pair of meshes in use.
 
-    A pair that was not measured itself has the costs of the one on the same two nodes, or the slowest.
+    The link of two meshes is the slowest, and the strictest, of those between the nodes of their workers: of those that
+    cross, unless their first workers are on one node. What was not measured costs as much as the slowest. The network's
+    own contention is the strictest between nodes, or inside one where no transfer crosses. `nodes` has the links between
+    nodes.
     """
+    node_of = {
+        endpoint(mesh, worker): node for mesh, nodes in nodes_of.items() for worker, node in enumerate(nodes)
+    }
     links = [link for result in measured for link in result.links]
-    place = {mesh: index for index, mesh in enumerate(meshes)}
-
-    def route(source: str, target: str) -> tuple[str, str, bool]:
-        return node_of[source], node_of[target], place[source] < place[target]
-
-    by_route = {route(link.source, link.target): link for link in links}
-    pairs = pairs_in_use(meshes, loops=loops, skips=skips)
-    directed = [way for first, second in pairs for way in ((first, second), (second, first))]
+    of_nodes: dict[tuple[str, str, bool], Link] = {}
+    for probe, result in zip(probes, measured, strict=True):
+        for link in result.links:
+            route = node_of[link.source], node_of[link.target]
+            of_nodes[*route, link.source == probe.hub] = link
+            if route[0] != route[1]:
+                of_nodes[*route, link.source != probe.hub] = link
+    models = _contention_of_nodes(probes, measured, node_of)
     default = slowest_link(links)
+    contention = _strictest(
+        [model for nodes, model in models.items() if len(nodes) > 1] or list(models.values())
+    )
+    mesh_links = []
+    for (first, second), workers in _worker_pairs(nodes_of, loops=loops, skips=skips).items():
+        crosses = nodes_of[first][0] != nodes_of[second][0]
+        routes = list(dict.fromkeys(ends for ends in workers.values() if (ends[0] != ends[1]) == crosses))
+        own = _strictest(models[pair] for pair in map(frozenset, routes) if pair in models)
+        for source, target, back in ((first, second, False), (second, first, True)):
+            directed = [(b, a, False) if back else (a, b, True) for a, b in routes]
+            link = slowest_link([of_nodes[route] for route in directed if route in of_nodes])
+            if link is not None:
+                mesh_links.append(
+                    {
+                        "source": source,
+                        "target": target,
+                        "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s,
+                        "latency_s": link.latency_s,
+                        **({"contention": own} if own != contention else {}),
+                    }
+                )
     return {
-        "contention": contention_model([together for result in measured for together in result.together]),
+        "contention": contention,
         "bandwidth_bytes_per_s": default.bandwidth_bytes_per_s if default else None,
         "latency_s": default.latency_s if default else 0.0,
-        "links": [
-            {
-                "source": source,
-                "target": target,
-                "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s,
-                "latency_s": link.latency_s,
-            }
-            for source, target in directed
-            if (link := by_route.get(route(source, target))) is not None
+        "links": mesh_links,
+        "nodes": [
+            {"source": source, "target": target, "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s}
+            for (source, target, forward), link in of_nodes.items()
+            if source != target and forward
         ],
     }
 
@@ -185,7 +272,7 @@ LARGE_BYTES = {"cpu": 4 << 20, "cuda": 32 << 20}  # long against the time to sta
 SMALL_ROUNDS = 20
 LARGE_ROUNDS = 5
 WARM_UP_ROUNDS = 2
-MESH_LEADERS = "everybody"
+EVERYBODY = "everybody"
 _TAG_GO, _TAG_BULK, _TAG_DONE = range(3)
 
 # A transfer of a round, seen from the hub: to a peer, or from it.
@@ -194,20 +281,20 @@ SEND_TO, RECEIVE_FROM = "to", "from"
 
 
 def probe_lanes(probes: Sequence[Probe]) -> tuple[tuple[str, str], ...]:
-    """The directed pairs of meshes that `measure_links` uses; the transport connects these."""
+    """The directed pairs of endpoints that `measure_links` uses; the transport connects these."""
     pairs = {tuple(sorted((probe.hub, peer))): None for probe in probes for peer in probe.peers}
     return tuple(way for a, b in pairs for way in ((a, b), (b, a)))
 
 
 def probe_groups(topology: Topology) -> dict[str, tuple[int, ...]]:
     """The group that `measure_links` waits with between two probes; the transport connects it."""
-    return {MESH_LEADERS: tuple(topology.rank(mesh, 0) for mesh in topology.meshes)}
+    return {EVERYBODY: tuple(topology.rank(mesh, 0) for mesh in topology.meshes)}
 
 
 def measure_links(transport: Transport, probes: Sequence[Probe], device: str = "cpu") -> list[ProbeResult]:
-    """The results of the probes whose hub this mesh is.
+    """The results of the probes whose hub this endpoint is: the `mesh` of the transport.
 
-    Worker 0 of every mesh calls this at the same time with the same probes, which run one after the other,
+    All endpoints call this at the same time with the same probes, which run one after the other,
     so that nothing else moves while one is measured.
     """
     results = []
@@ -351,6 +438,6 @@ class _LinkEndpoint:
 
 
 def _barrier(transport: Transport, device: str) -> None:
-    transport.all_reduce(MESH_LEADERS, torch.zeros(1, device=device))
+    transport.all_reduce(EVERYBODY, torch.zeros(1, device=device))
     if device == "cuda":
         torch.cuda.current_stream().synchronize()

@@ -11,22 +11,28 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 
-from worker.actor.device import own_node_address
+from worker.actor.node import own_node_address
+from worker.checkpoint.resumption import ResumeSource
 from worker.contract.failures import AttemptFailure, as_failure
 from worker.contract.job import Job
-from worker.contract.logs import TraceParent, bind_process_fields, mask_output, set_up_logging
+from worker.contract.logs import LogCopy, TraceParent, bind_process_fields, mask_output, set_up_logging
 from worker.contract.reasons import Reason
+from worker.contract.timeline import LAUNCH_EVENT, launch_message
 from worker.contract.versions import control_plane_too_old_message
 from worker.driver.control_plane_client import ControlPlane, Refused
 from worker.driver.limits import Limits
-from worker.driver.metrics import JobMetrics, serve_in_range
-from worker.driver.reporter import Reporter, Spans
+from worker.driver.metrics import DriverMetrics, serve_in_range
+from worker.driver.reporter import LaunchPhases, Reporter, Spans
 from worker.driver.stopping import Cancelled, GracefulStop, SigtermHandler
-from worker.driver.trainer import Attempt, LaunchPhases, Trainer
+from worker.driver.tracking.run_tracking import RunTracking
+from worker.driver.tracking.trackers import FINISH_LIMIT_S
+from worker.driver.trainer import Attempt, Trainer
 
 log = logging.getLogger("worker.driver")
 
@@ -38,25 +44,29 @@ class AttemptOutcome:
     state: str
     reason: Reason | None = None
     message: str | None = None
+    failed_nodes: tuple[str, ...] = ()
 
 
 def run_attempt(
     attempt: Attempt,
     control: ControlPlane,
     reporter: Reporter,
-    metrics: JobMetrics,
+    metrics: DriverMetrics,
     termination: SigtermHandler,
     spans: Spans,
+    tracking: RunTracking,
 ) -> AttemptOutcome:
-    """Train and return the outcome. Leaves no actor and no placement group, and raises nothing."""
+    """Train and return the outcome. Leaves no actor and no placement group, and raises nothing; trackers are not ended."""
 
     def launched(phase: str, seconds: float) -> None:
-        metrics.set_launch_phase(phase, seconds)
+        reporter.event(LAUNCH_EVENT, launch_message(phase, seconds))
+        metrics.add_launch_phase(phase, seconds)
         spans.add_ended(f"launch: {phase}", seconds)
 
     launch = LaunchPhases(launched)
     try:
         job = Job.from_json(attempt.spec)
+        tracking.prepare(job.tracking)
         address = os.environ.get("SLOTLINE_DRIVER_RAY_ADDRESS")  # None: the cluster that Ray finds
         ray.init(address, log_to_driver=True, logging_level=logging.WARNING)
         termination.listen()  # ray.init puts a handler of its own in place
@@ -64,7 +74,14 @@ def run_attempt(
             reporter.metrics_endpoint(_serve_metrics(metrics))
             launch.end_phase("connect")
             trainer = Trainer(
-                attempt, job, control=control, reporter=reporter, metrics=metrics, launch=launch, spans=spans
+                attempt,
+                job,
+                control=control,
+                reporter=reporter,
+                metrics=metrics,
+                launch=launch,
+                spans=spans,
+                tracking=tracking,
             )
             stop_reason = trainer.train()
         finally:
@@ -90,13 +107,13 @@ def run_attempt(
     except AttemptFailure as failure:
         if failure.details:
             log.error("%s", failure.details)
-        return AttemptOutcome("FAILED", failure.reason, failure.message)
+        return AttemptOutcome("FAILED", failure.reason, failure.message, failure.nodes)
     except Exception as error:
         log.exception("the driver itself failed")
         return AttemptOutcome("FAILED", Reason.INTERNAL, as_failure(error, Reason.INTERNAL).message)
 
 
-def _serve_metrics(metrics: JobMetrics) -> str:
+def _serve_metrics(metrics: DriverMetrics) -> str:
     """Serve on this node's address; the endpoint goes to the control plane for service discovery."""
     host = os.environ.get("SLOTLINE_METRICS_HOST") or own_node_address()
     return serve_in_range(metrics, host, os.environ.get("SLOTLINE_METRICS_PORTS", ""))
@@ -104,6 +121,69 @@ def _serve_metrics(metrics: JobMetrics) -> str:
 
 FINAL_REPORT_LIMIT_S = 3_600.0
 TERMINATED_REPORT_LIMIT_S = 10.0
+TERMINATED_TRACKING_LIMIT_S = 5.0
+
+
+def attempt_from(body: Mapping[str, Any], limits: Limits) -> Attempt:
+    """The attempt that the control plane's answer describes."""
+    return Attempt(
+        job_id=body["job_id"],
+        number=body["number"],
+        spec=body["job"],
+        device=body["device"],
+        limits=limits,
+        resume_uri=(body.get("resume") or {}).get("uri"),
+        resume_from=ResumeSource(**source) if (source := body.get("resume_from")) else None,
+        recorded=body.get("recorded") or {},
+        secrets=body.get("secrets") or {},
+        checked=bool(body.get("checked")),
+        left_out_nodes=frozenset(body.get("left_out_nodes") or ()),
+    )
+
+
+def run_to_end(
+    attempt: Attempt, control: ControlPlane, termination: SigtermHandler, *, protocol: object
+) -> int:
+    """Run the attempt, report its outcome, and return the exit code: 0 when it succeeded or was cancelled. `protocol` is
+    the control plane's."""
+    reporter = Reporter(control).start()
+    metrics = DriverMetrics(attempt.job_id)
+    spans, tracking = Spans.from_environment(reporter.span), RunTracking(reporter.event)
+    if too_old := control_plane_too_old_message(protocol):
+        outcome = AttemptOutcome("FAILED", Reason.VERSION_MISMATCH, too_old)
+    else:
+        outcome = run_attempt(attempt, control, reporter, metrics, termination, spans, tracking)
+    if outcome.state == "FAILED":
+        log.error(
+            "attempt %s of job %s failed: %s: %s",
+            attempt.number,
+            attempt.job_id,
+            outcome.reason,
+            outcome.message,
+        )
+    try:
+        tracking.finish(
+            outcome.state, limit_s=TERMINATED_TRACKING_LIMIT_S if termination.requested else FINISH_LIMIT_S
+        )
+    except KeyboardInterrupt:
+        log.info("asked to end before the trackers had written everything")
+    reporter.state(
+        outcome.state, reason=outcome.reason, message=outcome.message, failed_nodes=outcome.failed_nodes
+    )
+    try:
+        delivered = reporter.flush(
+            TERMINATED_REPORT_LIMIT_S if termination.requested else FINAL_REPORT_LIMIT_S
+        )
+        reporter.close()  # a finished attempt has no heartbeat
+        linger_s = attempt.limits.linger_s if delivered and not termination.requested else 0.0
+        log.info("%s; metrics stay for %.0f s", outcome.state, linger_s)
+        metrics.close(linger_s)
+    except KeyboardInterrupt:
+        log.info("asked to end before the metrics' time was over")
+    code = 0 if outcome.state in ("SUCCEEDED", "CANCELLED") else 1
+    if tracking.abandoned:
+        end_process_now(code)
+    return code
 
 
 def main() -> int:
@@ -114,6 +194,11 @@ def main() -> int:
         log_format=os.environ.get("SLOTLINE_LOG_FORMAT", "text"),
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    if path := os.environ.get("SLOTLINE_LOG_COPY_TO"):
+        try:
+            logging.getLogger().addHandler(LogCopy(path, mask))
+        except OSError as error:
+            log.warning("SLOTLINE_LOG_COPY_TO is %s, which cannot be written to: %s", path, error)
     termination = SigtermHandler()
     termination.listen()
     limits = Limits.from_environment()
@@ -136,43 +221,18 @@ def main() -> int:
     bind_process_fields(
         job=body["job_id"], attempt=body["number"], **({"trace_id": trace.trace_id} if trace else {})
     )
-    attempt = Attempt(
-        job_id=body["job_id"],
-        number=body["number"],
-        spec=body["job"],
-        device=body["device"],
-        limits=limits,
-        resume_uri=(body.get("resume") or {}).get("uri"),
-        secrets=secrets,
-    )
-    reporter = Reporter(control).start()
-    metrics = JobMetrics(attempt.job_id)
-    spans = Spans.from_environment(reporter.span)
-    if too_old := control_plane_too_old_message(body.get("protocol")):
-        outcome = AttemptOutcome("FAILED", Reason.VERSION_MISMATCH, too_old)
-    else:
-        outcome = run_attempt(attempt, control, reporter, metrics, termination, spans)
-    if outcome.state == "FAILED":
-        log.error(
-            "attempt %s of job %s failed: %s: %s",
-            attempt.number,
-            attempt.job_id,
-            outcome.reason,
-            outcome.message,
-        )
-    reporter.state(outcome.state, reason=outcome.reason, message=outcome.message)
-    try:
-        delivered = reporter.flush(
-            TERMINATED_REPORT_LIMIT_S if termination.requested else FINAL_REPORT_LIMIT_S
-        )
-        reporter.close()  # a finished attempt has no heartbeat
-        linger_s = limits.linger_s if delivered and not termination.requested else 0.0
-        log.info("%s; metrics stay for %.0f s", outcome.state, linger_s)
-        metrics.close(linger_s)
-    except KeyboardInterrupt:
-        log.info("asked to end before the metrics' time was over")
+    attempt = attempt_from(body, limits)
+    code = run_to_end(attempt, control, termination, protocol=body.get("protocol"))
     control.close()
-    return 0 if outcome.state in ("SUCCEEDED", "CANCELLED") else 1
+    return code
+
+
+def end_process_now(code: int) -> None:
+    """End this process without exit hooks: those of a tracker's library would wait for what hangs."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -1,28 +1,42 @@
-"""Runs the benchmarks that several workers share: links between meshes, engine overhead, collectives in a mesh.
+"""Measures the costs of a job on the gang of one attempt: layers, memory, links, collectives, engine, optimizer.
 
-Each runs on a rendezvous store of its own. Link costs are cached at the control plane by node id and are measured
-again after six hours. The probes, and what a plan assumes from them, are worker/benchmark/links.py.
+Profiles of layers are cached at the control plane by key, of links by node id, for six hours or until transfers of
+training take another time: only what is not cached is measured. One worker traces the model, the others take its graph.
+Benchmarks that several workers share run on a rendezvous store of their own. Measuring itself is worker/benchmark/, as
+are the probes of links, and the request for a plan that is made from all of this (plan_request.py).
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import math
+import statistics
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
-from worker.actor.device import own_node_address
-from worker.benchmark.links import Probe, ProbeResult, choose_probes, network_spec
+from worker.actor.node import own_node_address
+from worker.benchmark.links import Probe, ProbeResult, choose_probes, endpoint, network_spec
+from worker.benchmark.plan_request import MeshKind
 from worker.contract.costs import UpdateCosts
 from worker.contract.job import Job
-from worker.contract.profile import CollectiveCost, slowest_collective_cost
+from worker.contract.profile import (
+    LayerProfile,
+    MeshCollectiveCosts,
+    OptimizerState,
+    mean_profile,
+    slowest_collective_cost,
+    slowest_profile,
+)
 from worker.driver.control_plane_client import ControlPlane
 from worker.driver.gang import Gang, PerWorker, Phase
 from worker.driver.limits import Limits
-from worker.driver.reporter import Reporter
+from worker.driver.reporter import LaunchPhases, Reporter
 from worker.transport.base import Topology
 from worker.transport.rendezvous import serve_rendezvous
 
@@ -34,59 +48,241 @@ LINK_CACHE_S = 6 * 3600.0  # what a cloud's network gives one hour it may not gi
 _LINK_CACHE_FORMAT = 1
 
 
-class GangBenchmarks:
-    """The measurements that the meshes of one attempt's gang make together."""
+class GangMeasurements:
+    """The Measurements (worker/benchmark/plan_request.py) of the gang of one attempt.
+
+    `profiles` are those of the layers by cache key, also of kinds of workers that only have them cached; `keys` those
+    of each worker by number of microbatches, once `prepare` was called.
+    """
 
     def __init__(
         self,
+        job: Job,
+        gang: Gang,
         *,
         control: ControlPlane,
         reporter: Reporter,
-        gang: Gang,
         device: str,
         limits: Limits,
+        launch: LaunchPhases | None = None,
     ):
+        self._launch = launch
         self._control = control
         self._reporter = reporter
         self._gang = gang
         self._device = device
         self._limits = limits
-        firsts = [address for address in gang.addresses if address.worker == 0]
-        self._meshes = [mesh.name for mesh in gang.meshes]
-        self._node_of = {address.mesh: address.node for address in firsts}
-        self._id_of = {address.mesh: address.node_id for address in firsts}
+        self._job = job
+        self.profiles: dict[str, LayerProfile] = {}
+        self.keys: list[Mapping[int, str]] = []
+        self._probes: Sequence[Probe] = ()
+        self._traced_for: int | None = None  # the number of microbatches whose graph all workers have
+
+    def prepare(self) -> None:
+        """Have every worker build the data and the loss, and answer its cache keys."""
+        self.keys = self._call(
+            "prepare", PerWorker(self._by_worker(self._job.mesh_sizes)), what="building the data and the loss"
+        )
+
+    def trace(self, microbatches: int) -> None:
+        """Worker 0 builds and traces the model, the others take its graph: only one ever holds all parameters."""
+        if self._traced_for == microbatches:
+            return
+        with nullcontext() if self._launch is None else self._launch.within("trace"):
+            self._trace(microbatches)
+        self._traced_for = microbatches
+
+    def _trace(self, microbatches: int) -> None:
+        first, *others = self._gang.workers
+        notes = self.call_first("trace", microbatches, what="building and tracing the model")
+        for note in notes or ():
+            self._reporter.event("traced", note)
+        self._reporter.event(
+            "traced",
+            f"the model on {self._gang.addresses[0].node}, the batch in {microbatches} microbatches",
+        )
+        own, *sizes = self._by_worker(self._job.dp_sizes)
+        graphs = {
+            size: first.graph.remote(*() if size == own else (size,)) for size in dict.fromkeys([own, *sizes])
+        }
+        self._call(
+            "take_graph",
+            PerWorker(graphs[size] for size in sizes),
+            microbatches,
+            workers=others,
+            what="handing on the graph of the model",
+        )
+
+    def memory_bytes(self) -> dict[str, int]:
+        gang = self._gang
+        limits = self._call(
+            "memory_limit",
+            PerWorker(gang.workers_sharing_memory(address) for address in gang.addresses),
+            what="looking at the memory",
+        )
+        limits_of_mesh: dict[str, list[int]] = {}
+        for address, limit in zip(gang.addresses, limits, strict=True):
+            if limit is not None:
+                limits_of_mesh.setdefault(address.mesh, []).append(limit)
+        return {mesh: min(known) for mesh, known in limits_of_mesh.items()}
+
+    def optimizer_state(self) -> OptimizerState:
+        return self.call_first("optimizer_state", what="trying the optimizer")
+
+    def profile(self, microbatches: int) -> LayerProfile:
+        """The profile of the slowest kind of worker; those of one kind have the same key. A kind that has no stored one
+        is measured: on CPU by all its workers at once, which share cores as in training.
+        """
+        workers_of: dict[str, list[int]] = {}
+        for index, own in enumerate(self.keys):
+            workers_of.setdefault(own[microbatches], []).append(index)
+        for key in workers_of:
+            if (stored := self._control.cached_profile(key)) is not None:
+                self.profiles[key] = LayerProfile.from_json(stored)
+        missing = {
+            key: indices if self._device == "cpu" else indices[:1]
+            for key, indices in workers_of.items()
+            if key not in self.profiles
+        }
+        measuring = [index for indices in missing.values() for index in indices]
+        if missing:
+            self.trace(microbatches)
+        measured = self._call(
+            "profile",
+            microbatches,
+            workers=[self._gang.workers[index] for index in measuring],
+            what=f"profiling the layers for {microbatches} microbatches",
+            extra_s=self._job.training.compiling_s,
+        )
+        profile_of_worker = dict(zip(measuring, measured, strict=True))
+        for key, indices in missing.items():
+            profile = mean_profile([LayerProfile.from_json(profile_of_worker[index]) for index in indices])
+            self.profiles[key] = profile
+            self._control.store_profile(key, profile.to_json())
+            self._reporter.event(
+                "profiled",
+                f"{len(profile.layers)} layers measured on {self._gang.addresses[indices[0]].node}, "
+                f"the batch in {microbatches} microbatches"
+                + (f"; {len(profile.compiled)} of them compiled" if self._job.training.compile else ""),
+            )
+        return slowest_profile([self.profiles[key] for key in workers_of])
+
+    def leave_out(self, microbatches: int, why: str) -> None:
+        self._reporter.event("left_out", f"{microbatches} microbatches, and fewer, are not planned: {why}")
+
+    def mesh_profiles(self, kind: MeshKind, counts: Sequence[int]) -> dict[int, LayerProfile]:
+        """The profiles of the slowest accelerator in the meshes of this kind, by number of microbatches."""
+        kinds = self._by_worker(list(zip(self._job.mesh_sizes, self._job.tensors, strict=True)))
+        keys = [key for key, own_kind in zip(self.keys, kinds, strict=True) if own_kind == kind]
+        return {
+            count: slowest_profile([self.profiles[key] for key in dict.fromkeys(key[count] for key in keys)])
+            for count in counts
+        }
 
     def network(self, *, loops: bool, skips: bool) -> dict[str, Any]:
         """JSON of a NetworkSpec: latency, bandwidth and contention of transfers between the meshes.
 
         Nodes that were measured within the last LINK_CACHE_S, by any attempt, are not measured again.
         """
-        probes = choose_probes(self._meshes, self._node_of, loops=loops, skips=skips)
+        probes = choose_probes(self._nodes_of, loops=loops, skips=skips)
+        self._probes = probes
         results = {probe: known for probe in probes if (known := self._cached(probe)) is not None}
         missing = [probe for probe in probes if probe not in results]
         for probe, measured in self._measure(missing).items():
             results[probe] = measured
             self._control.store_profile(self._key(probe), link_cache_entry(probe, measured, at=time.time()))
-        network = network_spec(
-            [results[probe] for probe in probes], self._meshes, self._node_of, loops=loops, skips=skips
-        )
+        measured = [results[probe] for probe in probes]
+        network = network_spec(probes, measured, self._nodes_of, loops=loops, skips=skips)
         if probes:
+            others = sorted({link["contention"] for link in network["links"] if "contention" in link})
             self._reporter.event(
                 "links_measured" if missing else "links_known",
-                f"{network['contention']}; the slowest moves {network['bandwidth_bytes_per_s']:.3g} bytes a second "
+                network["contention"]
+                + (f", elsewhere {' or '.join(others)}" if others else "")
+                + f"; the slowest moves {network['bandwidth_bytes_per_s']:.3g} bytes a second "
                 f"after {network['latency_s']:.2g} s"
                 + (f"; {len(missing)} of {len(probes)} measurements are new" if missing else ""),
             )
         return network
 
+    def link_is_stale(self, source: str, target: str, measured_s: float, planned_s: float) -> None:
+        """Have the next attempt, of any job, measure the links between the nodes of two meshes again, and report why.
+
+        Nothing where both are on one node: there it is the processors that are shared, and no link.
+        """
+        nodes_of = self._nodes_of
+        crossing = [
+            nodes for nodes in itertools.product(nodes_of[source], nodes_of[target]) if len({*nodes}) > 1
+        ]
+        if not crossing:
+            return
+        pairs = set(map(frozenset, crossing))
+        node_of = {end: self._gang.addresses[index].node for end, index in self._index_of.items()}
+        keys = [
+            self._key(probe)
+            for probe in self._probes
+            if any(frozenset((node_of[probe.hub], node_of[peer])) in pairs for peer in probe.peers)
+        ]
+        self._reporter.event(
+            "links_stale",
+            f"transfers from {source} to {target} take {measured_s:.3g} s where {planned_s:.3g} were planned: the next "
+            f"attempt measures the links between {_names(nodes_of[source])} and {_names(nodes_of[target])} again",
+        )
+        threading.Thread(target=self._forget, args=(keys,), name="slotline-links", daemon=True).start()
+
+    def _forget(self, keys: Sequence[str]) -> None:
+        """Let what is cached be too old, in a thread of its own: training goes on while the control plane is away."""
+        try:
+            for key in keys:
+                self._control.store_profile(key, {"format": _LINK_CACHE_FORMAT, "measured_at": 0.0})
+        except Exception as error:
+            log.warning("links that changed are not measured again before their costs are too old: %s", error)
+
+    def collectives(self, network: Mapping[str, Any]) -> MeshCollectiveCosts:
+        return measure_collective_costs(self._job, self._gang, reporter=self._reporter, limits=self._limits)
+
+    def update_costs(self) -> UpdateCosts:
+        return self.call_first("update_costs", what="trying the optimizer")
+
+    def workers(self) -> list[dict[str, Any]]:
+        cores = self._processor_cores()
+        return [
+            {
+                "mesh": address.mesh,
+                "worker": address.worker,
+                "node": address.node,
+                "device": address.device,
+                "cores": cores.get(address.node),
+            }
+            for address in self._gang.addresses
+        ]
+
     def action_s(self) -> float:
         """Processor seconds of the engine itself for an action, on CPU; the mean over the meshes."""
         if self._device != "cpu":
             return 0.0
-        seconds = self._call_mesh_leaders(
-            "measure_action", "measuring what an action takes of the engine", ACTION_LIMIT_S
+        leaders = {mesh: endpoint(mesh, 0) for mesh in self._nodes_of}
+        seconds = self._call_at_once(
+            "measure_action",
+            list(leaders.values()),
+            meshes=list(leaders),
+            what="measuring what an action takes of the engine",
+            limit_s=ACTION_LIMIT_S,
         )
         return sum(seconds) / len(seconds)
+
+    @property
+    def _nodes_of(self) -> dict[str, list[str]]:
+        """The node of each worker of each mesh."""
+        nodes: dict[str, list[str]] = {}
+        for address in self._gang.addresses:
+            nodes.setdefault(address.mesh, []).append(address.node)
+        return nodes
+
+    @property
+    def _index_of(self) -> dict[str, int]:
+        """The place in the gang of each worker, by the name that it has in probes."""
+        return {endpoint(a.mesh, a.worker): index for index, a in enumerate(self._gang.addresses)}
 
     def _cached(self, probe: Probe) -> ProbeResult | None:
         body = self._control.cached_profile(self._key(probe))
@@ -94,37 +290,88 @@ class GangBenchmarks:
 
     def _key(self, probe: Probe) -> str:
         """The nodes by their identity (addresses come back on other nodes) and in the order of their roles."""
-        nodes = [self._id_of[mesh] for mesh in (probe.hub, *probe.peers)]
+        index_of, addresses = self._index_of, self._gang.addresses
+        nodes = [addresses[index_of[end]].node_id for end in (probe.hub, *probe.peers)]
         return f"links of {self._device} {hashlib.sha256(' '.join(nodes).encode()).hexdigest()}"
 
     def _measure(self, probes: Sequence[Probe]) -> dict[Probe, ProbeResult]:
         """On a rendezvous of its own, one probe after the other."""
         if not probes:
             return {}
-        answers = self._call_mesh_leaders(
+        used = {end for probe in probes for end in (probe.hub, *probe.peers)}
+        ends = [end for end in self._index_of if end in used]
+        answers = self._call_at_once(
             "measure_links",
-            f"measuring the links ({len(probes)} of them)",
-            PROBE_LIMIT_S * len(probes),
+            ends,
+            what=f"measuring the links ({len(probes)} of them)",
+            limit_s=PROBE_LIMIT_S * len(probes),
             probes=probes,
         )
-        by_hub = {mesh: iter(results) for mesh, results in zip(self._meshes, answers, strict=True)}
+        by_hub = {end: iter(results) for end, results in zip(ends, answers, strict=True)}
         return {probe: next(by_hub[probe.hub]) for probe in probes}
 
-    def _call_mesh_leaders(self, method: str, what: str, limit_s: float, **arguments: Any) -> list[Any]:
-        """The answers of worker 0 of every mesh to a call that all of them get at once, on a rendezvous of its own."""
-        _store, place = serve_rendezvous(own_node_address(), list(self._node_of.values()))
+    def _processor_cores(self) -> dict[str, float]:
+        """The processor cores that the workers of each node have together; on CPU, where they share them."""
+        if self._device != "cpu":
+            return {}
+        shares = self._call("processor_share", what="looking at the processor")
+        cores: dict[str, float] = {}
+        for address, share in zip(self._gang.addresses, shares, strict=True):
+            cores[address.node] = cores.get(address.node, 0.0) + share
+        return cores
+
+    def _call_at_once(
+        self,
+        method: str,
+        ends: Sequence[str],
+        *,
+        meshes: Sequence[str] | None = None,
+        what: str,
+        limit_s: float,
+        **arguments: Any,
+    ) -> list[Any]:
+        """The answers of these endpoints to a call that all of them get at once, on a rendezvous of its own, in which they
+        are `meshes` of one worker (None: of their own names)."""
+        indices = [self._index_of[end] for end in ends]
+        nodes = [self._gang.addresses[index].node for index in indices]
+        _store, place = serve_rendezvous(own_node_address(), nodes)
         return self._gang.call(
             method,
-            workers=[mesh.workers[0] for mesh in self._gang.meshes],
+            workers=[self._gang.workers[index] for index in indices],
             phase=Phase.BENCHMARK,
             what=what,
             extra_s=limit_s,
-            topology=Topology(meshes=tuple(self._meshes)),
+            topology=Topology(meshes=tuple(meshes or ends)),
             store=place,
-            host=PerWorker(self._node_of[mesh] for mesh in self._meshes),
+            host=PerWorker(nodes),
             connect_s=self._limits.connect_s,
             **arguments,
         )
+
+    def _by_worker(self, by_mesh: Sequence[Any]) -> list[Any]:
+        """The value of its mesh for each worker of the gang."""
+        pairs = zip(by_mesh, self._job.mesh_sizes, strict=True)
+        return [value for value, size in pairs for _ in range(size)]
+
+    def _call(
+        self,
+        method: str,
+        *arguments: Any,
+        what: str,
+        extra_s: float = 0.0,
+        workers: Sequence[Any] | None = None,
+    ) -> list[Any]:
+        return self._gang.call(
+            method, *arguments, phase=Phase.PREPARE, what=what, extra_s=extra_s, workers=workers
+        )
+
+    def call_first(self, method: str, *arguments: Any, what: str) -> Any:
+        """The answer of worker 0 of the gang, which traced the model."""
+        return self._call(method, *arguments, what=what, workers=self._gang.workers[:1])[0]
+
+
+def _names(nodes: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(nodes))
 
 
 def link_cache_entry(probe: Probe, measured: ProbeResult, *, at: float) -> dict[str, Any]:
@@ -152,41 +399,64 @@ def links_from_cache(probe: Probe, body: Mapping[str, Any], *, now: float) -> Pr
     return measured
 
 
+_WATCHED_STEPS, _FEWEST_WATCHED = 9, 5
+_STALE_FACTOR = 2.0  # a card that jobs share by turns gives one of them half
+_NEGLIGIBLE_S = 1e-3  # what the engine and a busy processor add to a transfer
+_SPREADS = 3.0
+
+
+class LinkWatch:
+    """Compares the transfers of profiled steps with the plan; calls `stale` once for each pair of meshes whose transfers
+    take twice as long as planned, or half as long, beyond their spread.
+
+    `planned` are the slots of the plan, JSON. `stale` gets the sending and the receiving mesh, and the mean seconds of a
+    transfer, measured and planned: the median over the last steps.
+    """
+
+    def __init__(self, planned: Iterable[Mapping[str, Any]], stale: Callable[[str, str, float, float], None]):
+        self._planned_s = _mean_transfers_s(planned)
+        self._stale = stale
+        self._measured_s: dict[tuple[str, str], deque[float]] = {
+            link: deque(maxlen=_WATCHED_STEPS) for link in self._planned_s
+        }
+
+    def observe(self, slots: Iterable[Mapping[str, Any]]) -> None:
+        """Take the slots of a measured step, as they are reported."""
+        for link, seconds in _mean_transfers_s(slots).items():
+            if (steps := self._measured_s.get(link)) is None:
+                continue
+            steps.append(seconds)
+            if len(steps) < _FEWEST_WATCHED:
+                continue
+            measured_s, planned_s = statistics.median(steps), self._planned_s[link]
+            spread_s = statistics.median(abs(step_s - measured_s) for step_s in steps)
+            margin_s = _SPREADS * spread_s + _NEGLIGIBLE_S
+            slower = measured_s - margin_s > _STALE_FACTOR * planned_s
+            if slower or planned_s > _STALE_FACTOR * (measured_s + margin_s):
+                del self._measured_s[link]
+                self._stale(*link, measured_s, planned_s)
+
+
+def _mean_transfers_s(slots: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], float]:
+    """The mean seconds of the transfers of each directed pair of meshes, by their receiving ends."""
+    seconds: dict[tuple[str, str], list[float]] = {}
+    for slot in slots:
+        direction, _, peer = slot["lane"].partition(":")
+        if direction == "recv":
+            seconds.setdefault((peer, slot["mesh"]), []).append(slot["end_s"] - slot["start_s"])
+    return {link: statistics.fmean(values) for link, values in seconds.items()}
+
+
 COLLECTIVE_LIMIT_S = 60.0
-
-
-@dataclass(frozen=True)
-class GangCollectiveCosts:
-    """Costs of collectives in the slowest mesh: in its data-parallel groups (`data`) and its tensor-parallel ones
-    (`tensor`); the meshes `single_replica_meshes` have no data parallelism."""
-
-    data: CollectiveCost | None
-    tensor: CollectiveCost | None
-    single_replica_meshes: tuple[str, ...]
-
-    def added_to(self, costs: UpdateCosts, job: Job, gang: Gang) -> UpdateCosts:
-        """`costs` of REDUCE and STEP with the collectives of the data- and tensor-parallel groups."""
-        tp_sizes = {mesh.name: size for mesh in gang.meshes if (size := job.tp_size(mesh.name)) > 1}
-        if tp_sizes and self.tensor is not None:
-            costs = costs.with_tensor_parallel(tp_sizes, self.tensor.reduce)
-        if self.data is None:
-            return costs
-        if sharded := job.sharded:
-            dp_sizes = {
-                mesh.name: len(mesh.workers) // job.tp_size(mesh.name)
-                for mesh in gang.meshes
-                if mesh.name in sharded
-            }
-            costs = costs.with_zero1(dp_sizes, self.data.scatter, self.data.gather)
-        return costs.with_all_reduce(*self.data.reduce, self.single_replica_meshes)
 
 
 def measure_collective_costs(
     job: Job, gang: Gang, *, reporter: Reporter, limits: Limits
-) -> GangCollectiveCosts | None:
-    """None where each mesh has one worker. Raises AttemptFailure as `Gang.wait`."""
+) -> MeshCollectiveCosts:
+    """The costs of collectives in the slowest mesh; none where each mesh has one worker. Raises AttemptFailure as
+    `Gang.wait`."""
     if job.resources.workers_per_mesh == 1:
-        return None
+        return MeshCollectiveCosts()
     nodes = [address.node for address in gang.addresses]
     stores = {
         mesh.name: serve_rendezvous(own_node_address(), nodes)
@@ -208,16 +478,13 @@ def measure_collective_costs(
         host=PerWorker(address.node for _, address in members),
         connect_s=limits.connect_s,
     )
-    slowest = GangCollectiveCosts(
+    slowest = MeshCollectiveCosts(
         data=slowest_collective_cost([costs.data for costs in measured]),
         tensor=slowest_collective_cost([costs.tensor for costs in measured]),
-        single_replica_meshes=tuple(
-            mesh.name for mesh in gang.meshes if len(mesh.workers) == job.tp_size(mesh.name)
-        ),
     )
     for what, costs in (
         ("summing gradients over the workers of a mesh", slowest.data),
-        ("summing over workers that share matrices", slowest.tensor),
+        ("summing over the workers of a tensor-parallel group", slowest.tensor),
     ):
         if costs is not None:
             latency_s, bandwidth = costs.reduce

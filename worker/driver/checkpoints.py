@@ -12,15 +12,26 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from worker.actor.saver import BackgroundTask, ShardWriteResult, SnapshotMemory
 from worker.checkpoint import format as checkpoint_format
-from worker.contract.checkpoint_files import SaveSeconds, stored_bytes
+from worker.checkpoint.resumption import (
+    ResumedWorker,
+    ResumeSource,
+    SavedTraining,
+    Takeover,
+    name_mismatch,
+    plan_takeover,
+    resumed_message,
+    training_note,
+)
+from worker.contract.checkpoint_files import CheckpointError, SaveSeconds, stored_bytes
 from worker.contract.failures import AttemptFailure, attributed_to
-from worker.contract.job import CheckpointPolicy
+from worker.contract.job import CheckpointPolicy, Job
 from worker.contract.planned import PlannedJob, planned_peak_bytes
 from worker.contract.reasons import Reason
 from worker.driver.evaluation import BestCheckpoint, EarlyStopping, Evaluations
@@ -30,7 +41,8 @@ from worker.driver.reporter import Reporter
 log = logging.getLogger(__name__)
 
 _POLL_INTERVAL_S = 0.02
-_EARLY_STOPPING_NOTE = "evaluation"  # its name in a manifest
+_EARLY_STOPPING_NOTE = "evaluation"  # their names in a manifest
+_UNDELIVERED_NOTE = "undelivered"
 # After this many failed writes in a row the attempt ends: the place cannot be written to at all.
 _MAX_WRITE_FAILURES = 3
 
@@ -40,7 +52,8 @@ class Checkpoints:
 
     `policy` is the job's, None for none; each has to be written within `limit_s`. With `keeps_best` the best one by the
     job's evaluations stays too. `timed` is called with the seconds of each save and restore, and of a save with the
-    seconds for which training stood still ("block") and the slowest worker wrote ("write").
+    seconds for which training stood still ("block") and the slowest worker wrote ("write"). `spec` is the job's
+    specification (JSON), which checkpoints describe; `wanted_steps` are those whose checkpoints other jobs wait for.
     After `write_asynchronously` the workers only copy their states while training waits. One checkpoint is pending at a
     time; one that cannot be written is reported, and the next one tried when it is due.
     """
@@ -55,7 +68,15 @@ class Checkpoints:
         limit_s: float,
         timed: Callable[[str, float], None] = lambda operation, seconds: None,
         keeps_best: bool = False,
+        spec: Mapping[str, Any] | None = None,
+        wanted_steps: Callable[[], Collection[int]] = tuple,
     ):
+        self._spec, self._wanted_steps = spec, wanted_steps
+        self._job = None if spec is None else Job.from_json(spec)
+        # a step, and the sample of the data's order with which it begins
+        self._data_origin = (1, 0)
+        self.first_step = 1
+        """The first step of the job: behind another training's checkpoint where the job begins from one."""
         self._timed = timed
         self._policy = policy
         self._job_id = job_id
@@ -83,31 +104,115 @@ class Checkpoints:
             uri = self._policy.uri
             self._call("try_checkpoints", uri, what=f"trying to write to {uri}")
 
-    def restore(self, reported: str | None) -> int:
+    def restore(
+        self,
+        reported: str | None,
+        source: ResumeSource | None = None,
+        *,
+        recorded: Mapping[str, int] | None = None,
+    ) -> int:
         """Load the newest readable checkpoint; the step after which it was taken, 0 without any.
 
-        `reported` is the URI that the control plane knows: there may be a newer one, which an attempt finished
-        but never reported. One that is damaged is passed over with an event. Raises AttemptFailure
-        CHECKPOINT_FAILED when `reported` or what is there cannot be read and nothing older can.
+        A job that has none begins from `source`, another training's. `reported` is the URI that the control plane knows:
+        there may be a newer one, which an attempt finished but never reported. One that is damaged is passed over with an
+        event. Records that the attempt before could not deliver are delivered, but those up to the steps `recorded`, by
+        kind. Raises AttemptFailure: CHECKPOINT_DAMAGED where every one is damaged, CHECKPOINT_FAILED where `reported` or
+        what is there cannot be read and nothing older can, RESUME_REFUSED where the source is not there or does not fit.
         """
         candidates = self._complete()
         if reported and reported not in candidates:
             candidates.append(reported)
+        if not candidates and source is not None:
+            return self._resume(source)
+        failures: list[AttemptFailure] = []
         for position, uri in enumerate(candidates):
             began = time.monotonic()
             try:
+                self._restore_data_origin(uri)
                 step = self._call("restore", uri, what=f"restoring {uri}")[0]
-                self.early_stopping = self._early_stopping_of(uri)
-                self._timed("restore", time.monotonic() - began)
-                self._reporter.event("resumed", f"resumed after step {step} from checkpoint {uri}")
-                return step
+                notes = self._notes_of(uri)
             except AttemptFailure as failure:
-                older = candidates[position + 1 :]
-                if failure.reason != Reason.CHECKPOINT_FAILED or not older:
+                if failure.reason not in (Reason.CHECKPOINT_FAILED, Reason.CHECKPOINT_DAMAGED):
                     raise
+                failures.append(failure)
                 log.warning("%s cannot be restored: %s", uri, failure.message)
-                self._reporter.event("checkpoint", f"{failure.message}; trying {older[0]}")
+                if older := candidates[position + 1 :]:
+                    self._reporter.event("checkpoint", f"{failure.message}; trying {older[0]}")
+                continue
+            self.early_stopping = self._early_stopping_of(uri, notes)
+            self._timed("restore", time.monotonic() - began)
+            self._reporter.deliver_again(notes.get(_UNDELIVERED_NOTE) or {}, recorded or {})
+            self._reporter.event("resumed", f"resumed after step {step} from checkpoint {uri}")
+            return step
+        if failures:
+            raise _restore_failure(failures)
         return 0
+
+    def _restore_data_origin(self, uri: str) -> None:
+        """Have data begin where the job's own checkpoint says; restoring it reports one that cannot be read."""
+        if self._job is None:
+            return
+        with suppress(CheckpointError):
+            saved = checkpoint_format.describe_checkpoint(uri)
+            training = SavedTraining.of_notes(saved.notes)
+            batches = saved.step * self._job.training.global_batch
+            self._begin_data_at(saved.step + 1, batches if training is None else training.samples)
+
+    def _begin_data_at(self, step: int, sample: int) -> None:
+        if self._sample_of(step) != sample:
+            self._call("begin_data_at", step, sample, what=f"going to sample {sample} of the data")
+            self._data_origin = (step, sample)
+
+    def _sample_of(self, step: int) -> int:
+        """The sample of the data's order with which `step` begins."""
+        at, sample = self._data_origin
+        return sample + (step - at) * self._job.training.global_batch
+
+    def _resume(self, source: ResumeSource) -> int:
+        """Begin from another training's checkpoint; its step."""
+        began, job = time.monotonic(), self._job
+        saved = self._describe_source(source)
+        if saved.step >= job.training.steps:
+            raise AttemptFailure(
+                Reason.RESUME_REFUSED,
+                f"checkpoint.resume_from {source.uri} was taken after step {saved.step}, and training.steps is "
+                f"{job.training.steps}, counted from step 1: nothing is left to train; raise training.steps",
+            )
+        names = self._call("tensor_names", what="naming its tensors")
+        mismatch = saved.names and name_mismatch(saved.names, {name for held in names for name in held})
+        if mismatch:
+            raise AttemptFailure(Reason.RESUME_REFUSED, f"checkpoint.resume_from {source.uri}: {mismatch}")
+        takeover = plan_takeover(SavedTraining.of_notes(saved.notes), job, saved.step)
+        try:
+            workers = self._load_source(source, saved.step, takeover)
+        except AttemptFailure as failure:
+            if failure.reason is not Reason.DATA_FAILED or not takeover.data:
+                raise
+            takeover = takeover.with_new_data(failure.message.partition(";")[0])
+            workers = self._load_source(source, saved.step, takeover)
+        self.first_step = saved.step + 1
+        self._timed("restore", time.monotonic() - began)
+        self._reporter.event(
+            "resumed", resumed_message(source, takeover, workers, precision=job.training.precision)
+        )
+        return saved.step
+
+    def _load_source(self, source: ResumeSource, step: int, takeover: Takeover) -> list[ResumedWorker]:
+        self._begin_data_at(step + 1, takeover.sample)
+        return self._call("resume", source.uri, takeover, what=f"resuming from {source.uri}")
+
+    @attributed_to(Reason.CHECKPOINT_FAILED)
+    def _describe_source(self, source: ResumeSource) -> checkpoint_format.CheckpointDescription:
+        try:
+            return checkpoint_format.describe_checkpoint(source.uri)
+        except CheckpointError as error:
+            place, _, job = source.uri.rstrip("/").rpartition("/")[0].rpartition("/")
+            there = ", ".join(reversed(checkpoint_format.complete_checkpoints(place, job))) or "none"
+            raise AttemptFailure(
+                Reason.RESUME_REFUSED,
+                f"checkpoint.resume_from: {error}; whole checkpoints beside it: {there}. Submit the job anew with one of "
+                "them",
+            ) from None
 
     def poll_behind(self, step: int) -> None:
         """The workers were asked for `step`: ask them behind it how far a pending checkpoint is."""
@@ -151,10 +256,13 @@ class Checkpoints:
     def _complete(self) -> list[str]:
         return checkpoint_format.complete_checkpoints(self._policy.uri, self._job_id) if self._policy else []
 
-    def _early_stopping_of(self, uri: str) -> EarlyStopping:
+    @attributed_to(Reason.CHECKPOINT_FAILED)
+    def _notes_of(self, uri: str) -> dict[str, Any]:
+        return checkpoint_format.checkpoint_notes(uri)
+
+    def _early_stopping_of(self, uri: str, notes: Mapping[str, Any]) -> EarlyStopping:
         """The stored state of evaluations; reset where the best checkpoint is gone, so that the next one is the best."""
-        with attributed_to(Reason.CHECKPOINT_FAILED):
-            note = checkpoint_format.checkpoint_notes(uri).get(_EARLY_STOPPING_NOTE)
+        note = notes.get(_EARLY_STOPPING_NOTE)
         stopping = EarlyStopping.from_json(note) if note else EarlyStopping()
         if stopping.best_step is None or not self._keeps_best or uri == self._uri(stopping.best_step):
             return stopping
@@ -232,14 +340,22 @@ class Checkpoints:
             step=save.step,
             shards=[*(mesh.name for mesh in self._gang.meshes), *others],
             keep=self._policy.keep,
-            keep_also=save.best and save.best.step,
+            keep_also={*self._wanted_steps(), *([save.best.step] if save.best else [])},
             keep_every=self._policy.keep_every,
-            notes={}
-            if save.early_stopping is None
-            else {_EARLY_STOPPING_NOTE: save.early_stopping.to_json()},
+            notes=self._notes(save),
             seconds=seconds,
         )
         self._stored_bytes = stored_bytes(self._policy.uri, self._job_id)
+
+    def _notes(self, save: _SaveRequest) -> dict[str, Any]:
+        """The notes of a checkpoint on its training and on the evaluations so far; and the records that the control plane
+        may not have: if this driver dies before they are delivered, the next attempt goes on behind their steps."""
+        notes: dict[str, Any] = {_UNDELIVERED_NOTE: self._reporter.undelivered(save.step)}
+        if save.early_stopping is not None:
+            notes[_EARLY_STOPPING_NOTE] = save.early_stopping.to_json()
+        if self._spec is not None:
+            notes |= training_note(self._job_id, self._sample_of(save.step + 1), self._spec)
+        return notes
 
     def _report_saved(self, save: _SaveRequest, seconds: float, *, block_s: float, write_s: float) -> None:
         self._failures, self._saved_step = 0, save.step
@@ -258,6 +374,20 @@ class Checkpoints:
 
     def _call(self, method: str, *arguments: Any, what: str) -> list[Any]:
         return self._gang.call(method, *arguments, phase=Phase.CHECKPOINT, what=what)
+
+
+def _restore_failure(failures: Sequence[AttemptFailure]) -> AttemptFailure:
+    """The failure of a job none of whose checkpoints can be restored; one that can only not be read now may be later."""
+    unread = [failure for failure in failures if failure.reason is not Reason.CHECKPOINT_DAMAGED]
+    if unread:
+        return unread[0]
+    newest = failures[0].message
+    return AttemptFailure(
+        Reason.CHECKPOINT_DAMAGED,
+        f"every checkpoint is damaged ({len(failures)}), the newest: {newest}; put back a copy of one and `slotline retry`, "
+        "or submit the job anew to start from step 1",
+        failures[0].details,
+    )
 
 
 @dataclass(frozen=True)
@@ -372,18 +502,24 @@ class PendingCheckpoint:
         return f"the checkpoint after step {self.step}"
 
 
-def snapshot_shortfall(planned: PlannedJob, *, gang: Gang, device: str) -> str | None:
-    """The mesh that has no room for a copy of its state, with the numbers; None where all have room.
-
-    On CPU the copy is in the memory that is planned with, on CUDA in the host's.
-    """
+def snapshot_rooms(gang: Gang) -> list[SnapshotMemory]:
+    """The memory that a copy of each worker's state takes, before the first one is made."""
     workers_on = Counter(address.node_id for address in gang.addresses)
-    rooms: list[SnapshotMemory] = gang.call(
+    return gang.call(
         "snapshot_memory",
         PerWorker(workers_on[address.node_id] for address in gang.addresses),
         phase=Phase.CHECK,
         what="looking for room for copies of the state",
     )
+
+
+def snapshot_shortfall(
+    planned: PlannedJob, rooms: Sequence[SnapshotMemory], *, gang: Gang, device: str
+) -> str | None:
+    """The mesh that has no room for a copy of its state, with the numbers; None where all have room.
+
+    On CPU the copy is in the memory that is planned with, on CUDA in the host's.
+    """
     peaks = planned_peak_bytes(planned.spec, planned.plan)
     for address, room in zip(gang.addresses, rooms, strict=True):
         if room.bytes == 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,18 +21,19 @@ from worker.contract.versions import PROTOCOL, PROTOCOL_HEADER
 log = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 30.0
-PLAN_TIMEOUT_S = 180.0
+PLAN_TIMEOUT_S = 370.0  # where the control plane names no other
 _RETRIED_STATUSES = (408, 425, 429)
 _LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 class Refused(RuntimeError):
-    """The control plane refused a request; `status` is the HTTP status."""
+    """The control plane refused a request; `status` is the HTTP status, `code` the problem's, where it has one."""
 
-    def __init__(self, status: int, detail: str):
+    def __init__(self, status: int, detail: str, code: str | None = None):
         super().__init__(detail)
         self.status = status
         self.detail = detail
+        self.code = code
 
     @property
     def final(self) -> bool:
@@ -67,11 +69,28 @@ class ControlPlane:
             trust_env=httpx.URL(url).host not in _LOOPBACK_HOSTS,  # a proxy is for other hosts
         )
         self._patience_s = patience_s
+        self._plan_timeout_s = PLAN_TIMEOUT_S
         self._mask = mask or SecretMask()
 
     def attempt(self) -> dict[str, Any]:
-        """The attempt with its job: `attempt_id`, `job_id`, `number`, `job`, `device`."""
-        return self._patiently("GET", "")
+        """The attempt with its job, asked for once: `attempt_id`, `job_id`, `number`, `job`, `device`."""
+        self._exchange_token()
+        body = self._patiently("GET", "")
+        self._plan_timeout_s = body.get("plan_timeout_s") or PLAN_TIMEOUT_S
+        return body
+
+    def _exchange_token(self) -> None:
+        """Exchange the environment's token, which Ray's API shows to other jobs, for one that only this process has."""
+        token = secrets.token_urlsafe(32)
+        try:
+            self._patiently("POST", "/token", json={"token": token})
+        except Refused as refused:
+            if refused.status in (404, 405):  # a control plane of before there was an exchange
+                return
+            # 401: the answer was lost and this is the second try; were it not, the next call is refused
+            if refused.status != 401:
+                raise
+        self._client.headers["Authorization"] = f"Bearer {token}"
 
     def cached_profile(self, key: str) -> dict[str, Any] | None:
         """The layer profile stored under `key`, or None."""
@@ -85,13 +104,28 @@ class ControlPlane:
     def store_profile(self, key: str, profile: Mapping[str, Any]) -> None:
         self._patiently("PUT", "/profile", params={"key": key}, json=profile)
 
+    def place(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
+        """`workers`, the node of each worker by mesh, or `refused` and `final`; None from a control plane of before there
+        were placements."""
+        try:
+            return self._patiently("POST", "/placement", json=request)
+        except Refused as refused:
+            if refused.status in (404, 405):
+                return None
+            raise
+
     def plan(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """`begins`, `spec` and `plan` for a profile, the measured network and the placed workers."""
-        return self._patiently("POST", "/plan", json=request, timeout=PLAN_TIMEOUT_S)
+        return self._patiently("POST", "/plan", json=request, timeout=self._plan_timeout_s)
+
+    def replan(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """A shorter plan of the running attempt in `found`, or `why` there is none; one try. Raises httpx.HTTPError and
+        Refused."""
+        return self._once("POST", "/replan", json=request, timeout=self._plan_timeout_s)
 
     def plan_forwards(self, spec: Mapping[str, Any]) -> dict[str, Any]:
         """The plan of an evaluation: of a PipelineSpec of forwards only."""
-        return self._patiently("POST", "/forward-plan", json=spec, timeout=PLAN_TIMEOUT_S)
+        return self._patiently("POST", "/forward-plan", json=spec, timeout=self._plan_timeout_s)
 
     def report(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Send one report, one try. Raises httpx.HTTPError when it should be sent again, else Refused."""
@@ -124,7 +158,7 @@ class ControlPlane:
         ):
             response.raise_for_status()
         if response.is_error:
-            raise Refused(response.status_code, _problem_detail(response))
+            raise Refused(response.status_code, *_problem(response))
         if not response.content:
             return None
         try:
@@ -147,11 +181,12 @@ def _json_safe(value: Any) -> Any:
     return [_json_safe(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
-def _problem_detail(response: httpx.Response) -> str:
+def _problem(response: httpx.Response) -> tuple[str, str | None]:
+    """(detail, code) of a refusal."""
     try:
         problem = response.json()
     except ValueError:
-        return f"HTTP {response.status_code}: {response.text[:500]}"
+        return f"HTTP {response.status_code}: {response.text[:500]}", None
     if not isinstance(problem, dict):
-        return f"HTTP {response.status_code}: {problem}"
-    return str(problem.get("detail") or problem.get("title") or problem)
+        return f"HTTP {response.status_code}: {problem}", None
+    return str(problem.get("detail") or problem.get("title") or problem), problem.get("code")

@@ -11,21 +11,57 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from worker.actor.evaluation import EvaluationSize
+from worker.actor.step_result import EvaluatedBatch
 from worker.contract.failures import AttemptFailure
 from worker.contract.job import Evaluation, Job
 from worker.contract.planned import MeshProgram, PlannedJob, mesh_programs, parse_reshardings
 from worker.contract.reasons import Reason
 from worker.driver.control_plane_client import ControlPlane, Refused
 from worker.driver.gang import Gang, Phase
-from worker.driver.metrics import JobMetrics
+from worker.driver.metrics import DriverMetrics
+from worker.driver.planning import planning_failure
 from worker.driver.reporter import Reporter
-from worker.driver.step_record import EvaluationResult, combine_batches
+from worker.driver.step_measurement import metric_names
+from worker.driver.tracking.run_tracking import RunTracking
 from worker.model.eval_mode import EvaluationEdge
+
+LOSS_METRIC = "loss"
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """The loss and the metrics of an evaluation: NaN where nothing counted."""
+
+    loss: float
+    metrics: dict[str, float]
+
+    def value(self, metric: str) -> float | None:
+        """The value of a metric by name, or of the loss; None where there is no such metric."""
+        return self.loss if metric == LOSS_METRIC else self.metrics.get(metric)
+
+
+def combine_batches(results: Sequence[EvaluatedBatch]) -> EvaluationResult:
+    """The means over all microbatches of all workers and batches, weighted. Microbatches of weight 0 are left out, also
+    where they are not finite."""
+    counted = [result for result in results if result.losses]
+    weights = [weight for result in counted for weight in result.weights]
+    total = sum(weights)
+
+    def mean(values: Iterable[float]) -> float:
+        weighted = (w * value for w, value in zip(weights, values, strict=True) if w > 0)
+        return sum(weighted) / total if total else math.nan
+
+    names = metric_names([result.metrics for result in counted])
+    return EvaluationResult(
+        loss=mean(value for result in counted for value in result.losses),
+        metrics={name: mean(value for result in counted for value in result.metrics[name]) for name in names},
+    )
 
 
 @dataclass(frozen=True)
@@ -110,13 +146,18 @@ def evaluation_spec(
     dp_sizes = {mesh.name: mesh.data for mesh in parallelisms}
     dp_size_of_stage = [dp_sizes.get(mesh, 1) for mesh in planned.mesh_of_stage]
     peaks = {mesh["name"]: mesh for mesh in planned.plan["meshes"]}
+    mesh_of = planned.mesh_of_stage
+    # tensors of one microbatch wait on a mesh for several of its stages, in another order than while it trains
+    arriving = Counter(mesh_of[edge.target] for edge in edges if mesh_of[edge.source] != mesh_of[edge.target])
     return {
         "microbatches": planned.microbatches,
         "meshes": [
             {
                 "name": mesh["name"],
-                "memory_bytes": peaks[mesh["name"]].get("peak_memory_bytes"),
-                "receive_buffer_limit": max(1, peaks[mesh["name"]]["peak_receive_buffers"]),
+                "memory_bytes": mesh.get("memory_bytes"),
+                "receive_buffer_limit": max(
+                    1, arriving[mesh["name"]], peaks[mesh["name"]]["peak_receive_buffers"]
+                ),
             }
             for mesh in spec["meshes"]
         ],
@@ -129,10 +170,10 @@ def evaluation_spec(
                 "source": names[edge.source],
                 "target": names[edge.target],
                 "tensor": edge.tensor,
-                "forward_bytes": max(
-                    edge.bytes_of(dp_size_of_stage[edge.source]), edge.bytes_of(dp_size_of_stage[edge.target])
+                **_transfer_cost(
+                    spec["network"],
+                    max(edge.bytes_of(dp_size_of_stage[stage]) for stage in (edge.source, edge.target)),
                 ),
-                "backward_bytes": 0,
             }
             for edge in edges
         ],
@@ -141,6 +182,14 @@ def evaluation_spec(
         "schedule": "inference",
         **_heterogeneous(edges, parallelisms),
     }
+
+
+def _transfer_cost(network: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """The cost fields of an edge of `size` bytes, forwards only; as in training's plan, links whose bandwidth nobody
+    measured take their latency."""
+    if network.get("bandwidth_bytes_per_s") is not None:
+        return {"forward_bytes": size, "backward_bytes": 0}
+    return {"forward_s": network.get("latency_s", 0.0), "backward_s": 0.0, "held_bytes": size}
 
 
 def _heterogeneous(
@@ -170,8 +219,10 @@ def plan_evaluation(
     parallelisms: Sequence[MeshParallelism] = (),
     gang: Gang,
     control: ControlPlane,
+    reporter: Reporter,
 ) -> Mapping[str, MeshProgram]:
-    """The programs of an evaluation by mesh; none without `policy`. Raises AttemptFailure PLAN_INFEASIBLE."""
+    """The programs of an evaluation by mesh; none without `policy`. An event says what is unusual about their plan. Raises
+    AttemptFailure PLAN_INFEASIBLE or PLANNING_TIMEOUT."""
     if policy is None:
         return {}
     (edges,) = gang.call(
@@ -186,12 +237,15 @@ def plan_evaluation(
     except Refused as refused:
         if refused.final:
             raise
-        raise AttemptFailure(Reason.PLAN_INFEASIBLE, f"evaluation: {refused.detail}") from None
+        raise planning_failure(refused, "evaluation: ") from None
+    for note in plan.get("planning_notes", ()):
+        reporter.event("evaluation_planned", f"the evaluation's plan was {note}")
     return evaluation_programs(planned, plan)
 
 
 class Evaluations:
-    """The evaluations of one attempt. `policy` is the job's, None for none; checkpoints store `early_stopping`."""
+    """The evaluations of one attempt. `policy` is the job's, None for none; checkpoints store `early_stopping`;
+    `first_step` is the job's first."""
 
     def __init__(
         self,
@@ -199,18 +253,22 @@ class Evaluations:
         *,
         gang: Gang,
         reporter: Reporter,
-        metrics: JobMetrics,
+        metrics: DriverMetrics,
         early_stopping: EarlyStopping | None = None,
+        tracking: RunTracking | None = None,
+        first_step: int = 1,
     ):
+        self._first_step = first_step
         self._policy = policy
+        self._tracking = tracking or RunTracking()
         self._gang, self._reporter, self._metrics = gang, reporter, metrics
         self._size: EvaluationSize | None = None
         self.early_stopping = early_stopping or EarlyStopping()
 
     def before(self, first: int) -> None:
-        """Evaluate before step 1 where the job wants that; a resumed attempt already did."""
-        if self._policy is not None and self._policy.at_start and first == 1:
-            self._evaluate(self._policy, 0)
+        """Evaluate before the job's first step where it wants that; a later attempt already did."""
+        if self._policy is not None and self._policy.at_start and first == self._first_step:
+            self._evaluate(self._policy, first - 1)
 
     def due(self, step: int, *, last: bool) -> bool:
         """True where `after` of this step evaluates."""
@@ -256,6 +314,7 @@ class Evaluations:
         }
         self._reporter.evaluation(report)
         self._metrics.observe_evaluation(report)
+        self._tracking.evaluation(report)
 
     def _run(self, size: EvaluationSize, step: int) -> EvaluationResult:
         """One batch is asked for while the one before it runs, as with steps."""

@@ -1,5 +1,6 @@
-"""Starts, calls and ends the actors of an attempt in one placement group, and explains a lost worker.
+"""Places, starts, calls and ends the actors of an attempt in one placement group, and explains a lost worker.
 
+Each worker has a bundle of the group, pinned to the node that the placement has for it.
 A mesh is a group of workers, one worker an accelerator. All calls of an actor run on one thread, as the current CUDA
 device belongs to a thread. The phase of a call sets its time limit, the reason of a timeout and what may interrupt it.
 When a worker died its crash report is read on its node for the message.
@@ -9,10 +10,12 @@ Owns where actors run and how they end; must not know what they compute.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -21,7 +24,14 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from worker.actor.device import WorkerAddress
+from worker.actor.node import (
+    ClusterNode,
+    WorkerAddress,
+    cluster_nodes,
+    draining_nodes,
+    lost_nodes,
+    offered_nodes,
+)
 from worker.contract.failures import (
     AttemptFailure,
     CrashReport,
@@ -30,7 +40,7 @@ from worker.contract.failures import (
     read_crash_report,
     remove_crash_report,
 )
-from worker.contract.job import placement_group_name
+from worker.contract.job import gpu_share, placement_group_name
 from worker.contract.reasons import Reason
 from worker.driver.limits import Limits
 from worker.driver.stopping import Interruption
@@ -39,9 +49,22 @@ log = logging.getLogger(__name__)
 
 CPU_RESOURCE = "slotline_worker"
 POLL_S = 0.25
+DRAIN_POLL_S = 2.0
+RESERVE_S = 20.0
+"""After this time without its accelerators a placement is made anew: what seemed free was taken."""
+_PLACE_AGAIN_S = 1.0
+_NODE_ID_LABEL = "ray.io/node-id"
 KILL_GRACE_S = 3.0
 CAUSE_GRACE_S = 5.0
-_CRASH_REPORT_LIMIT_S = 10.0
+_CRASH_REPORT_LIMIT_S = (
+    30.0  # of all together, on nodes that answer: a process of Ray may have to start first
+)
+_MAY_FOLLOW_FROM_A_LOST_NODE = (
+    Reason.WORKER_LOST,
+    Reason.SLOT_STALLED,
+    Reason.START_TIMEOUT,
+    Reason.INTERNAL,
+)
 _WORKER_LOST_ERRORS = (
     ray.exceptions.RayActorError,
     ray.exceptions.NodeDiedError,
@@ -106,6 +129,41 @@ class Mesh:
     workers: tuple[ray.actor.ActorHandle, ...]
 
 
+class DrainWatch:
+    """The nodes that Ray drains, by id, each with the Unix time of its end; `report` is called when they have changed."""
+
+    def __init__(self, report: Callable[[Mapping[str, float]], None]) -> None:
+        self.nodes: Mapping[str, float] = {}
+        self._report = report
+        self._asked_at_s = -math.inf
+        self._thread: threading.Thread | None = None
+
+    def read(self) -> None:
+        """Ask Ray now; as long as its head is away this does not return."""
+        try:
+            nodes = draining_nodes()
+        except Exception as error:
+            log.debug("Ray does not say which nodes it drains: %s", error)
+            return
+        if nodes != self.nodes:
+            self.nodes = nodes
+            self._report(nodes)
+
+    def poll(self) -> None:
+        """Have a thread of its own ask, every DRAIN_POLL_S at most: training goes on while the head is away."""
+        asks = self._thread is not None and self._thread.is_alive()
+        if asks or time.monotonic() - self._asked_at_s < DRAIN_POLL_S:
+            return
+        self._asked_at_s = time.monotonic()
+        self._thread = threading.Thread(target=self.read, name="slotline-drains", daemon=True)
+        self._thread.start()
+
+
+Placer = Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any] | None]
+"""From JSON of the offered nodes to `workers`, the node id of each worker by mesh, or why they do not fit: `refused`, and
+`final` where waiting is of no use. None where Ray is to place them."""
+
+
 class Gang:
     """All meshes of an attempt, with their numbers of workers (`sizes`); a context that leaves neither actor nor placement
     group behind."""
@@ -118,6 +176,8 @@ class Gang:
         limits: Limits,
         interruption: Interruption,
         workers_per_gpu: int = 1,
+        place: Placer = lambda nodes: None,
+        report_draining: Callable[[Mapping[str, float]], None] = lambda nodes: None,
     ):
         if workers_per_gpu < 1:
             raise ValueError(f"workers_per_gpu is {workers_per_gpu}; a GPU serves 1 worker or more")
@@ -125,28 +185,33 @@ class Gang:
         self._sizes = tuple(sizes)
         self._device = device
         self._workers_per_gpu = workers_per_gpu
-        self._limits, self._interruption = limits, interruption
+        self._limits, self._interruption, self._place = limits, interruption, place
+        self._drains = DrainWatch(report_draining)
         self._group: PlacementGroup | None = None
-        self.planned_step_s = 0.0
-        """The planned seconds of a step, which set the limit of calls in Phase.STEP."""
+        self._planned_step_s = 0.0
         self.meshes: tuple[Mesh, ...] = ()
         self.addresses: tuple[WorkerAddress, ...] = ()
+        self._lost_nodes: set[str] = set()
 
     @property
     def workers(self) -> list[ray.actor.ActorHandle]:
         """All actors, mesh by mesh: the order of ranks."""
         return [worker for mesh in self.meshes for worker in mesh.workers]
 
+    def expect_steps(self, planned_s: float) -> None:
+        """Limit calls in Phase.STEP by steps of `planned_s` seconds from now on."""
+        self._planned_step_s = planned_s
+
     def start(self, actor_class: Any, make_arguments: Callable[[str, int], dict[str, Any]]) -> None:
         """Reserve every accelerator at once, then start one actor on each.
 
         `make_arguments(mesh, worker)` gives the keyword arguments of the actor's constructor; the
         actor has a method `address()`. Raises AttemptFailure: ACCELERATORS_TAKEN where they are not to be had,
-        START_TIMEOUT where the actors do not come up.
+        PLAN_INFEASIBLE where they never will be, START_TIMEOUT where the actors do not come up.
         """
-        limit_s = Phase.START.limit_s(self._limits, self.planned_step_s)
+        limit_s = Phase.START.limit_s(self._limits, self._planned_step_s)
         deadline = time.monotonic() + limit_s
-        self._reserve(deadline, limit_s)
+        placed = self._reserve(deadline, limit_s)
         meshes = []
         bundles = iter(range(sum(self._sizes)))
         for name, size in zip(self._names, self._sizes, strict=True):
@@ -158,22 +223,67 @@ class Gang:
         self.meshes = tuple(meshes)
         left_s = max(1.0, deadline - time.monotonic())
         self.addresses = tuple(self._results(self.ask("address"), Phase.START, "start", left_s))
+        for index, (address, node_id) in enumerate(zip(self.addresses, placed or (), strict=False)):
+            if address.node_id != node_id:
+                raise AttemptFailure(
+                    Reason.INTERNAL,
+                    f"Ray started {self.name(index)} on node {address.node_id}; it was placed on {node_id}",
+                )
 
-    def _reserve(self, deadline: float, limit_s: float) -> None:
-        """Wait until the placement group has all its accelerators."""
-        count = sum(self._sizes)
-        bundle = {"GPU": self._gpu_share()} if self._device == "cuda" else {CPU_RESOURCE: 1.0}
+    def _reserve(self, deadline: float, limit_s: float) -> list[str] | None:
+        """Wait until the placement group has all its accelerators; the node id of each worker, None where Ray placed them.
+
+        A placement is made of what is free on each node now, and made anew while it cannot be had.
+        """
+        resource, share = (
+            ("GPU", gpu_share(self._workers_per_gpu)) if self._device == "cuda" else (CPU_RESOURCE, 1.0)
+        )
+        bundles = [{resource: share} for _ in range(sum(self._sizes))]
         # by this name the control plane knows it as its own
         name = placement_group_name(os.environ.get("SLOTLINE_ATTEMPT_ID", ""))
-        self._group = placement_group([dict(bundle) for _ in range(count)], strategy="PACK", name=name)
-        while not self._group.wait(timeout_seconds=POLL_S):
+        why = ""
+        while True:
             self.raise_if_interrupted(Phase.START)
+            free = ray._private.state.available_resources_per_node()
+            self._drains.read()
+            nodes = offered_nodes(cluster_nodes(), free, resource, share, self._drains.nodes)
+            answer = self._place(nodes) or {}
+            why = answer.get("refused") or ""
+            if why and answer.get("final"):
+                raise AttemptFailure(Reason.PLAN_INFEASIBLE, why)
+            if not why:
+                placed = [node_id for mesh in answer.get("workers") or () for node_id in mesh]
+                self._group = placement_group(
+                    bundles,
+                    strategy="PACK",
+                    name=name,
+                    bundle_label_selector=[{_NODE_ID_LABEL: node_id} for node_id in placed] or None,
+                )
+                until = min(deadline, time.monotonic() + RESERVE_S) if placed else deadline
+                if self._is_reserved(until):
+                    return placed or None
+                self._remove_group()
             if time.monotonic() > deadline:
                 raise AttemptFailure(
                     Reason.ACCELERATORS_TAKEN,
-                    f"the cluster did not offer {count} × {bundle} within {limit_s:.0f} s "
-                    f"(free now: {_free_resources(next(iter(bundle)))}); ask for fewer meshes or add nodes",
+                    f"the cluster did not offer {len(bundles)} × {bundles[0]} within {limit_s:.0f} s "
+                    f"(free now: {_free_resources(resource)}); ask for fewer meshes or add nodes"
+                    + (f"; {why}" if why else ""),
                 )
+            time.sleep(_PLACE_AGAIN_S)
+
+    def _is_reserved(self, until: float) -> bool:
+        """True once the placement group has its accelerators, False if it has not by `until`."""
+        while not self._group.wait(timeout_seconds=POLL_S):
+            self.raise_if_interrupted(Phase.START)
+            if time.monotonic() > until:
+                return False
+        return True
+
+    def _remove_group(self) -> None:
+        if self._group is not None:
+            group, self._group = self._group, None
+            remove_placement_group(group)
 
     def _actor_options(self, mesh: str, worker: int, bundle: int) -> dict[str, Any]:
         options: dict[str, Any] = {
@@ -236,18 +346,18 @@ class Gang:
         """The results of one call a worker, in order; `what` names the call in messages, and it may take `extra_s` longer
         than `phase` allows.
 
-        Raises AttemptFailure: with the phase's timeout reason naming the workers that did not answer in time,
-        WORKER_LOST when one died, or what a worker raised. After a first failure the others get CAUSE_GRACE_S to
-        report theirs, and the one that explains the rest is raised. Raises what interrupts the phase, which is looked
-        for about four times a second.
+        Raises AttemptFailure: with the phase's timeout reason naming the workers that did not answer in time, NODE_LOST
+        when a node is gone, WORKER_LOST when a worker died, or what a worker raised. After a first failure the others get
+        CAUSE_GRACE_S to report theirs, and the one that explains the rest is raised. Raises what interrupts the phase,
+        which is looked for about four times a second.
         """
-        limit_s = phase.limit_s(self._limits, self.planned_step_s) + extra_s
+        limit_s = phase.limit_s(self._limits, self._planned_step_s) + extra_s
         return self._results(refs, phase, what, limit_s)
 
     def _results(self, refs: Sequence[ray.ObjectRef], phase: Phase, what: str, limit_s: float) -> list[Any]:
         deadline = time.monotonic() + limit_s
         waiting = list(refs)
-        failures: list[AttemptFailure] = []
+        failures: list[tuple[int, AttemptFailure]] = []
         results: dict[ray.ObjectRef, Any] = {}
         while waiting:
             done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=POLL_S)
@@ -257,21 +367,54 @@ class Gang:
                 except Exception as error:
                     if not failures:
                         deadline = time.monotonic() + CAUSE_GRACE_S
-                    failures.append(self._failure(error, refs.index(ref), what))
+                    index = self._index(error, refs.index(ref))
+                    failures.append((index, call_failure(error, self.name(index), what)))
             if waiting:
+                self._drains.poll()
                 self.raise_if_interrupted(phase)
             if waiting and time.monotonic() > deadline:
                 if failures:
                     break
-                names = ", ".join(self.name(refs.index(ref)) for ref in waiting)
-                raise AttemptFailure(
-                    phase.timeout_reason, f"{what}: no answer from {names} within {limit_s:.0f} s"
-                )
+                late = [refs.index(ref) for ref in waiting]
+                names = ", ".join(map(self.name, late))
+                message = f"{what}: no answer from {names} within {limit_s:.0f} s"
+                raise self._cause([(late[0], AttemptFailure(phase.timeout_reason, message))], what)
         if failures:
-            for failure in failures if len(failures) > 1 else ():
+            for _, failure in failures if len(failures) > 1 else ():
                 log.error("who waited for whom: %s", failure.message)
-            raise first_cause(failures)
+            raise self._cause(failures, what)
         return [results[ref] for ref in refs]
+
+    def failure(self, error: Exception, index: int, what: str) -> AttemptFailure:
+        """The failure that explains the error of a call of worker `index`: of its node, of itself, or what it raised."""
+        index = self._index(error, index)
+        return self._cause([(index, call_failure(error, self.name(index), what))], what)
+
+    def _cause(self, failures: Sequence[tuple[int, AttemptFailure]], what: str) -> AttemptFailure:
+        """The failure that explains the others: NODE_LOST where a node of the gang is gone, and a lost worker with its
+        crash report."""
+        found = [failure for _, failure in failures]
+        if any(failure.reason in _MAY_FOLLOW_FROM_A_LOST_NODE for failure in found):
+            lost = lost_nodes(address.node_id for address in self.addresses)
+            self._lost_nodes |= set(lost)
+            if lost:
+                failure = AttemptFailure(Reason.NODE_LOST, f"{what}: {self._lost_text(lost)}")
+                failure.nodes = tuple(lost)
+                return first_cause([failure, *found])
+        if first_cause(found).reason is Reason.WORKER_LOST:
+            found = with_crash_reports(failures, self.addresses)
+        cause = first_cause(found)
+        index, _ = failures[found.index(cause)]
+        if cause.reason is Reason.ACCELERATOR_FAILED and index < len(self.addresses):
+            cause.nodes = (self.addresses[index].node_id,)
+        return cause
+
+    def _lost_text(self, lost: Mapping[str, tuple[str, str]]) -> str:
+        parts = []
+        for node_id, (name, why) in lost.items():
+            workers = [self.name(i) for i, address in enumerate(self.addresses) if address.node_id == node_id]
+            parts.append(f"node {name} with {', '.join(workers)} is gone: {why}")
+        return "; ".join(parts)
 
     def raise_if_interrupted(self, phase: Phase) -> None:
         """Raise Cancelled, or where a graceful stop interrupts `phase` GracefulStop, when the control plane asked for it."""
@@ -289,9 +432,7 @@ class Gang:
                 log.debug("kill: %s", error)
         self._end_processes()
         self.meshes = ()
-        if self._group is not None:
-            group, self._group = self._group, None
-            remove_placement_group(group)
+        self._remove_group()
 
     def __enter__(self) -> Gang:
         return self
@@ -299,22 +440,14 @@ class Gang:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _failure(self, error: Exception, index: int, what: str) -> AttemptFailure:
-        """The failure of call `index` of several made together; of a lost worker with its crash report."""
-        lost = getattr(error, "actor_id", None)  # the calls may be of some workers only
-        if lost is not None:
-            ids = [worker._actor_id.hex() for worker in self.workers]
-            index = ids.index(lost) if lost in ids else index
-        failure = call_failure(error, self.name(index), what)
-        if failure.reason is Reason.WORKER_LOST and index < len(self.addresses):
-            return with_crash_report(failure, self.addresses[index])
-        return failure
-
-    def _gpu_share(self) -> float:
-        return int(10_000 / self._workers_per_gpu) / 10_000  # as fine as Ray counts
+    def _index(self, error: Exception, index: int) -> int:
+        """The worker that an error of call `index` names, as calls may be of some workers only; else `index`."""
+        ids = [worker._actor_id.hex() for worker in self.workers]
+        lost = getattr(error, "actor_id", None)
+        return ids.index(lost) if lost in ids else index
 
     def _gpu_options(self, mesh: str, worker: int) -> dict[str, Any]:
-        options: dict[str, Any] = {"num_gpus": self._gpu_share()}
+        options: dict[str, Any] = {"num_gpus": gpu_share(self._workers_per_gpu)}
         if self._workers_per_gpu > 1:
             # NCCL takes two ranks on one GPU of one host for a mistake: each says that it is a host of its own
             options["runtime_env"] = {"env_vars": {"NCCL_HOSTID": f"slotline-{mesh}-{worker}"}}
@@ -335,12 +468,13 @@ class Gang:
         for address in self.addresses:
             by_node.setdefault(address.node_id, []).append(address.process_id)
         self.addresses = ()
+        alive = {node.node_id for node in cluster_nodes() if node.alive} - self._lost_nodes
         refs = [
             _kill_processes.options(
                 num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
             ).remote(ids, KILL_GRACE_S)
             for node_id, ids in by_node.items()
-            if node_id in _alive_node_ids()
+            if node_id in alive
         ]
         if not refs:
             return
@@ -355,6 +489,46 @@ class Gang:
                 log.warning("could not look for left-over worker processes: %s", error)
 
 
+_PARTS_NAMED = 40
+
+
+def placement_text(addresses: Sequence[WorkerAddress], nodes: Sequence[ClusterNode]) -> str:
+    """Says which meshes are on which node, and which of them are spread over several."""
+    names = _node_names(addresses, nodes)
+    nodes_of: dict[str, list[str]] = {}
+    for address in addresses:
+        nodes_of.setdefault(address.mesh, []).append(address.node_id)
+    whole: dict[str, list[str]] = {}
+    spread = []
+    for mesh, ids in nodes_of.items():
+        if len(set(ids)) == 1:
+            whole.setdefault(ids[0], []).append(mesh)
+        else:
+            counts = [f"{_workers(ids.count(node_id))} on {names[node_id]}" for node_id in dict.fromkeys(ids)]
+            spread.append(f"{mesh} is spread over {len(counts)} nodes: {', '.join(counts)}")
+    parts = [*(f"{', '.join(meshes)} on {names[node_id]}" for node_id, meshes in whole.items()), *spread]
+    left = len(parts) - _PARTS_NAMED
+    return (
+        f"{_workers(len(addresses))} on {len(names)} node{'s' if len(names) > 1 else ''}: "
+        f"{'; '.join(parts[:_PARTS_NAMED])}" + (f"; and {left} more" if left > 0 else "")
+    )
+
+
+def _workers(count: int) -> str:
+    return f"{count} worker{'s' if count > 1 else ''}"
+
+
+def _node_names(addresses: Sequence[WorkerAddress], nodes: Sequence[ClusterNode]) -> dict[str, str]:
+    """The names of the workers' nodes by id; nodes of Ray on one machine have their id beside it."""
+    known = {node.node_id: node.name for node in nodes}
+    names = {address.node_id: known.get(address.node_id, address.node) for address in addresses}
+    seen = list(names.values())
+    return {
+        node_id: name if seen.count(name) == 1 else f"{name} node {node_id[:8]}"
+        for node_id, name in names.items()
+    }
+
+
 def call_failure(error: Exception, worker: str, what: str) -> AttemptFailure:
     """The failure of an actor's call: the error that it raised, or the loss of `worker` during `what`."""
     if isinstance(error, ray.exceptions.RayTaskError):
@@ -367,16 +541,34 @@ def call_failure(error: Exception, worker: str, what: str) -> AttemptFailure:
     return as_failure(error, Reason.INTERNAL)
 
 
-def with_crash_report(failure: AttemptFailure, address: WorkerAddress) -> AttemptFailure:
-    """`failure` of the worker at `address` with the crash report of its process; unchanged where there is none."""
-    try:
-        strategy = NodeAffinitySchedulingStrategy(address.node_id, soft=False)
-        ref = _read_crash_report.options(num_cpus=0, scheduling_strategy=strategy).remote(address.process_id)
-        report = ray.get(ref, timeout=_CRASH_REPORT_LIMIT_S)
-    except Exception as error:  # the node may be gone as well
-        log.debug("no crash report of %s: %s", address, error)
-        return failure
-    return failure if report is None else add_crash_report(failure, report)
+def with_crash_reports(
+    failures: Sequence[tuple[int, AttemptFailure]], addresses: Sequence[WorkerAddress]
+) -> list[AttemptFailure]:
+    """The failures by numbers of workers, those of lost workers with the crash reports of their processes where they left
+    any. All are read at once."""
+    refs = {
+        position: _read_crash_report.options(
+            num_cpus=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(addresses[index].node_id, soft=False),
+        ).remote(addresses[index].process_id)
+        for position, (index, failure) in enumerate(failures)
+        if failure.reason is Reason.WORKER_LOST and index < len(addresses)
+    }
+    found = [failure for _, failure in failures]
+    if not refs:
+        return found
+    done, late = ray.wait(list(refs.values()), num_returns=len(refs), timeout=_CRASH_REPORT_LIMIT_S)
+    for ref in late:
+        ray.cancel(ref, force=True)
+    for position, ref in refs.items():
+        try:
+            report = ray.get(ref) if ref in done else None
+        except Exception as error:  # the node may be gone by now
+            log.debug("no crash report of worker %s: %s", failures[position][0], error)
+            continue
+        if report is not None:
+            found[position] = add_crash_report(found[position], report)
+    return found
 
 
 def add_crash_report(failure: AttemptFailure, report: CrashReport) -> AttemptFailure:
@@ -421,10 +613,6 @@ def _is_ray_worker(process_id: int) -> bool:
     except OSError:
         return False
     return b"ray::" in command or b"default_worker.py" in command
-
-
-def _alive_node_ids() -> set[str]:
-    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 def _free_resources(resource: str) -> str:

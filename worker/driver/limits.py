@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass
 
+from worker.contract.job import METRICS_LINGER_S
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -20,12 +22,12 @@ class Limits:
     slot_floor_s: float = 30.0
     step_floor_s: float = 120.0
     checkpoint_s: float = 600.0
-    linger_s: float = 60.0
+    linger_s: float = METRICS_LINGER_S
     profile_every_s: float = 30.0
 
     @classmethod
     def from_environment(cls) -> Limits:
-        """SLOTLINE_METRICS_LINGER_S, SLOTLINE_PROFILE_EVERY_S, and for the others SLOTLINE_LIMIT_<NAME>."""
+        """SLOTLINE_PROFILE_EVERY_S, and for the others SLOTLINE_LIMIT_<NAME>."""
         values = {}
         for name, default in asdict(cls()).items():
             variable = _VARIABLE_NAMES.get(name, f"SLOTLINE_LIMIT_{name.upper()}")
@@ -41,4 +43,4 @@ class Limits:
         return max(self.step_floor_s, self.slot_floor_s + self.slot_factor * makespan_s)
 
 
-_VARIABLE_NAMES = {"linger_s": "SLOTLINE_METRICS_LINGER_S", "profile_every_s": "SLOTLINE_PROFILE_EVERY_S"}
+_VARIABLE_NAMES = {"profile_every_s": "SLOTLINE_PROFILE_EVERY_S"}

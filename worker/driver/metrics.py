@@ -4,7 +4,7 @@ Values come as the JSON objects that the driver reports. The port is taken from 
 the range that a firewall opens for Prometheus; any free port without one.
 MFU is model FLOP/s over peak FLOP/s (Chowdhery et al. 2022, PaLM); recomputation is no work of the model, so that it
 lowers MFU.
-Must not know the control plane, Ray, or how anything was measured. No state is shared between two JobMetrics.
+Must not know the control plane, Ray, or how anything was measured. No state is shared between two DriverMetrics.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from worker.actor.telemetry import GpuUsage
 from worker.contract.profile import LayerProfile
 from worker.contract.program import COMPUTE_LANE
 from worker.driver.slot_metrics import MAX_SLOTS, SlotPage, row_names, slot_snapshot, text
-from worker.driver.step_record import StepScaling, StepUsage
+from worker.driver.step_measurement import StepScaling, StepUsage
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,11 @@ _GAUGES: tuple[tuple[str, ...], ...] = (
     ),
     ("gpu_memory_total_bytes", "Memory of a worker's GPU, by NVML.", "mesh", "worker"),
     ("mesh_info", "1 for each mesh, with the nodes that its workers run on.", "mesh", "nodes"),
-    ("launch_phase_seconds", "How long a phase between the driver's start and the first step took.", "phase"),
+    (
+        "launch_phase_seconds",
+        "How long a phase between the driver's start and the end of the first step took.",
+        "phase",
+    ),
     (
         "checkpoint_duration_seconds",
         "How long the last one took; operation: restore, save, of which training stood still for block, and the "
@@ -136,7 +140,7 @@ _ACTION_BUCKETS = (
 )
 
 
-class JobMetrics:
+class DriverMetrics:
     """The Prometheus metrics of one running job.
 
     `registry` is a fresh one unless given. All methods may be called from any thread, and
@@ -253,9 +257,9 @@ class JobMetrics:
         """Take in the nodes on which the workers of a mesh run."""
         self._gauges["mesh_info"].labels(self.job, mesh, ", ".join(dict.fromkeys(nodes))).set(1)
 
-    def set_launch_phase(self, phase: str, seconds: float) -> None:
-        """Take in the seconds of a phase of the launch."""
-        self._gauges["launch_phase_seconds"].labels(self.job, phase).set(seconds)
+    def add_launch_phase(self, phase: str, seconds: float) -> None:
+        """Take in the seconds of a phase of the launch, or of a part of one."""
+        self._gauges["launch_phase_seconds"].labels(self.job, phase).inc(seconds)
 
     def set_checkpoint(self, operation: str, seconds: float) -> None:
         """Take in the seconds of a checkpoint's `save` (of it `block` and `write`) or `restore`."""
@@ -367,7 +371,7 @@ def port_range(text: str) -> range:
     return ports
 
 
-def serve_in_range(metrics: JobMetrics, host: str, text: str) -> str:
+def serve_in_range(metrics: DriverMetrics, host: str, text: str) -> str:
     """Serve at the first free port of the range and return "host:port".
 
     Where all are taken it is any free port: training goes on, and Prometheus may be kept out; the log says so.

@@ -1,25 +1,26 @@
-"""Planner: profiles layers, memory, links and optimizer of a gang, and asks the control plane for a plan.
+"""Planner: has the control plane plan with the measured costs of a gang, and checks that the model fits the plan.
+Replanner: has it look for a shorter order of the running plan, and swaps the programs of all workers between two steps.
 
-Profiles are cached at the control plane by key; only a kind of worker without a cached profile is measured. One
-worker traces the model, the others take its graph.
-Measuring itself is done by the workers (worker/benchmark/), planning by the control plane.
+Measuring is done by GangMeasurements (worker/driver/benchmarks.py), planning by the control plane. A question is asked
+from a thread that ends with its answer: training does not wait for a search.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
-from worker.contract.costs import (
-    UpdateCosts,
-    layer_outgrows_memory,
-    mesh_profiles_json,
-    min_memory_bytes,
-    profiles_json,
-)
+import httpx
+
+from worker.actor.step_result import PreparedProgram
+from worker.benchmark.plan_request import plan_request
 from worker.contract.failures import AttemptFailure, OutOfMemoryFailure
-from worker.contract.job import Job, may_interleave, microbatch_counts
+from worker.contract.job import Job
 from worker.contract.planned import (
     PlannedJob,
     corrected_activation_factor,
@@ -27,13 +28,15 @@ from worker.contract.planned import (
     planned_peak_bytes,
     static_bytes_by_mesh,
 )
-from worker.contract.profile import LayerProfile, mean_profile, slowest_profile
+from worker.contract.profile import LayerProfile
 from worker.contract.reasons import Reason
-from worker.driver.benchmarks import GangBenchmarks, GangCollectiveCosts, measure_collective_costs
+from worker.driver.benchmarks import GangMeasurements, LinkWatch
 from worker.driver.control_plane_client import ControlPlane, Refused
 from worker.driver.gang import Gang, PerWorker, Phase
-from worker.driver.limits import Limits
-from worker.driver.reporter import Reporter
+from worker.driver.metrics import DriverMetrics
+from worker.driver.reporter import LaunchPhases, Reporter
+
+log = logging.getLogger(__name__)
 
 
 class Planner:
@@ -41,69 +44,35 @@ class Planner:
 
     def __init__(
         self,
+        job: Job,
+        measurements: GangMeasurements,
         *,
         control: ControlPlane,
         reporter: Reporter,
-        gang: Gang,
-        device: str,
-        limits: Limits,
-        job: Job,
+        launch: LaunchPhases | None = None,
     ):
-        self._job = job
-        self._profiles: dict[str, LayerProfile] = {}
+        self._job, self._measurements, self._launch = job, measurements, launch
+        self._control, self._reporter = control, reporter
         self.profiles: list[LayerProfile | None] = []  # of each worker, once it is planned
         self._planned: PlannedJob | None = None
-        self._traced_for: int | None = None  # the number of microbatches whose graph all workers have
-        self._control = control
-        self._reporter = reporter
-        self._gang = gang
-        self._device = device
-        self._limits = limits
+        self.answer: Mapping[str, Any] = {}
+        """The plan as the control plane answered it."""
 
     def plan(self) -> PlannedJob:
         """Profile the layers, or take the cached profiles, and have the control plane plan.
 
-        Raises AttemptFailure PLAN_INFEASIBLE when there is no plan, START_TIMEOUT when a worker is too slow.
+        Raises AttemptFailure PLAN_INFEASIBLE when there is no plan, PLANNING_TIMEOUT when none was made in time,
+        START_TIMEOUT when a worker is too slow.
         """
-        keys = self._call(
-            "prepare", PerWorker(self._by_worker(self._job.mesh_sizes)), what="building the data and the loss"
-        )
-        memory = self._measure_memory()
-        profiles = self._profiles_of(keys, least_bytes=min_memory_bytes(memory))
-        benchmarks = GangBenchmarks(
-            control=self._control,
-            reporter=self._reporter,
-            gang=self._gang,
-            device=self._device,
-            limits=self._limits,
-        )
-        network = benchmarks.network(
-            loops=may_interleave(self._job),
-            skips=any(edge.target > edge.source + 1 for edge in next(iter(profiles.values())).edges),
-        )
-        collectives = measure_collective_costs(
-            self._job, self._gang, reporter=self._reporter, limits=self._limits
-        )
-        profiles = {
-            count: self._with_collectives(profile, collectives) for count, profile in profiles.items()
-        }
-        profiles_by_key = {
-            key: self._with_collectives(profile, collectives) for key, profile in self._profiles.items()
-        }
-        measured = {
-            "update": self._measure_update(collectives).to_json(),
-            "action_s": benchmarks.action_s(),
-        }
-        kinds = [
-            (size, tensor)
-            for size, tensor in zip(self._job.mesh_sizes, self._job.tensors, strict=True)
-            for _ in range(size)
-        ]
-        measured |= mesh_profiles_json(profiles_by_key, keys, kinds, profiles)
-        planned = self._ask(profiles, network, {**memory, **measured})
+        measurements = self._measurements
+        measurements.prepare()
+        request = plan_request(self._job, measurements)
+        if self._launch is not None:
+            self._launch.end_phase("profile")
+        planned = self._ask(request)
         self._planned = planned
-        self.profiles = [self._profiles.get(own[planned.microbatches]) for own in keys]
-        self._trace_once(planned.microbatches)
+        self.profiles = [measurements.profiles.get(own[planned.microbatches]) for own in measurements.keys]
+        measurements.trace(planned.microbatches)
         self._check_model_signature(planned)
         self._check_batch_sharding(planned)
         self._reporter.event(
@@ -116,42 +85,16 @@ class Planner:
                 f"; actions take {planned.slowdown:.2f} times as long as alone: workers share processor cores"
                 if planned.slowdown > 1
                 else ""
-            ),
+            )
+            + "".join(f"; {note}" for note in planned.notes),
         )
         return planned
 
-    def _with_collectives(
-        self, profile: LayerProfile, collectives: GangCollectiveCosts | None
-    ) -> LayerProfile:
-        """`profile` with the seconds of the collectives of tensor parallelism and of synchronised batch norms."""
-        if collectives is None:
-            return profile
-        if collectives.tensor is not None:
-            profile = profile.with_tensor_parallel_sums(collectives.tensor)
-        if self._job.training.sync_batch_norm and collectives.data is not None:
-            profile = profile.with_sync_batch_norm_sums(collectives.data)
-        return profile
-
-    def _trace_once(self, microbatches: int) -> None:
-        """Worker 0 builds and traces the model, the others take its graph: only one ever holds all parameters."""
-        if self._traced_for == microbatches:
-            return
-        first, *others = self._gang.workers
-        notes = self._call_first("trace", microbatches, what="building and tracing the model")
-        for note in notes or ():
-            self._reporter.event("traced", note)
-        own, *sizes = self._by_worker(self._job.dp_sizes)
-        graphs = {
-            size: first.graph.remote(*() if size == own else (size,)) for size in dict.fromkeys([own, *sizes])
-        }
-        self._call(
-            "take_graph",
-            PerWorker(graphs[size] for size in sizes),
-            microbatches,
-            workers=others,
-            what="handing on the graph of the model",
-        )
-        self._traced_for = microbatches
+    def link_watch(self, planned: PlannedJob) -> LinkWatch | None:
+        """The watch over the links that were planned with; None for a saved plan, whose links may be another cluster's."""
+        if planned.saved_plan is not None:
+            return None
+        return LinkWatch(planned.plan["slots"], self._measurements.link_is_stale)
 
     def _check_model_signature(self, planned: PlannedJob) -> None:
         """Refuse a saved plan that was made for another model than was traced here: its measurements may be older than the
@@ -161,7 +104,7 @@ class Planner:
         if wanted is None:
             return
         whole = (sizes[0], 1) in zip(sizes, tensors, strict=True)  # layers were measured with all parameters
-        signature = self._call_first(
+        signature = self._measurements.call_first(
             "model_signature", whole, what="comparing the model with that of its plan"
         )
         if (different := signature.difference(wanted)) is not None:
@@ -176,17 +119,12 @@ class Planner:
         if not self._job.heterogeneous:
             return
         workers_of_stage = [self._job.dp_sizes[int(mesh[1:])] for mesh in planned.mesh_of_stage]
-        self._call_first(
+        self._measurements.call_first(
             "check_batch_sharding",
             planned.stage_starts,
             workers_of_stage,
-            what="comparing what meshes of unlike sizes mean by their parts of a tensor",
+            what="comparing the batch-sharded tensors of heterogeneous meshes",
         )
-
-    def _by_worker(self, by_mesh: Sequence[int]) -> list[int]:
-        """The value of its mesh for each worker of the gang."""
-        pairs = zip(by_mesh, self._job.mesh_sizes, strict=True)
-        return [value for value, size in pairs for _ in range(size)]
 
     def correct(self, failure: OutOfMemoryFailure) -> None:
         """Store a larger activation factor after an attempt that ran out of memory, so that the next one plans with it."""
@@ -194,154 +132,265 @@ class Planner:
             return
         planned = planned_peak_bytes(self._planned.spec, self._planned.plan)
         factor = corrected_activation_factor(
-            max(profile.activation_factor for profile in self._profiles.values()),
+            max(profile.activation_factor for profile in self._measurements.profiles.values()),
             planned_bytes=planned.get(failure.mesh, 0),
             static_bytes=static_bytes_by_mesh(self._planned.spec).get(failure.mesh, 0),
             seen_bytes=failure.seen_bytes,
         )
-        for key, profile in self._profiles.items():
+        for key, profile in self._measurements.profiles.items():
             self._control.store_profile(key, replace(profile, activation_factor=factor).to_json())
         self._reporter.event(
             "memory_corrected", f"the next plan takes {factor:.3g} times the activations that were profiled"
         )
 
-    def _profiles_of(
-        self, keys: Sequence[Mapping[int, str]], *, least_bytes: int | None = None
-    ) -> dict[int, LayerProfile]:
-        """The costs of the layers by number of microbatches, of the slowest kind of accelerator; workers of one kind have
-        the same `keys`, by number of microbatches.
-
-        Small microbatches first: where a layer of larger ones would not fit in `least_bytes`, or runs out of memory,
-        these are left out.
-        """
-        profiles: dict[int, LayerProfile] = {}
-        for count in sorted(keys[0], reverse=True):
-            if profiles and layer_outgrows_memory(profiles, count, least_bytes):
-                self._leave_out(count, "a layer's activations would not fit")
-                break
-            try:
-                profiles[count] = self._profile_of([own[count] for own in keys], count)
-            except AttemptFailure as failure:
-                if not profiles or failure.reason is not Reason.OUT_OF_MEMORY:
-                    raise
-                self._leave_out(count, failure.message)
-                break
-        return dict(sorted(profiles.items()))
-
-    def _leave_out(self, count: int, why: str) -> None:
-        self._reporter.event("left_out", f"{count} microbatches, and fewer, are not planned: {why}")
-
-    def _profile_of(self, keys: Sequence[str], count: int) -> LayerProfile:
-        """The profile for `count` microbatches. A kind that has no stored one is measured: on CPU by all its
-        workers at once, which share cores as in training.
-        """
-        workers_of: dict[str, list[int]] = {}
-        for index, key in enumerate(keys):
-            workers_of.setdefault(key, []).append(index)
-        for key in workers_of:
-            if (stored := self._control.cached_profile(key)) is not None:
-                self._profiles[key] = LayerProfile.from_json(stored)
-        missing = {
-            key: indices if self._device == "cpu" else indices[:1]
-            for key, indices in workers_of.items()
-            if key not in self._profiles
-        }
-        measuring = [index for indices in missing.values() for index in indices]
-        if missing:
-            self._trace_once(count)
-        measured = self._call(
-            "profile",
-            count,
-            workers=[self._gang.workers[index] for index in measuring],
-            what=f"profiling the layers for {count} microbatches",
-            extra_s=self._job.training.compiling_s,
-        )
-        profile_of_worker = dict(zip(measuring, measured, strict=True))
-        for key, indices in missing.items():
-            profile = mean_profile([LayerProfile.from_json(profile_of_worker[index]) for index in indices])
-            self._profiles[key] = profile
-            self._control.store_profile(key, profile.to_json())
-            self._reporter.event(
-                "profiled",
-                f"{len(profile.layers)} layers measured on {self._gang.addresses[indices[0]].node}, "
-                f"the batch in {count} microbatches"
-                + (f"; {len(profile.compiled)} of them compiled" if self._job.training.compile else ""),
-            )
-        return slowest_profile([self._profiles[key] for key in workers_of])
-
-    def _measure_memory(self) -> dict[str, Any]:
-        """The memory limit of each mesh (the least of its workers) and the optimizer's state, for the request."""
-        gang = self._gang
-        limits = self._call(
-            "memory_limit",
-            PerWorker(gang.workers_sharing_memory(address) for address in gang.addresses),
-            what="looking at the memory",
-        )
-        optimizer = self._call_first("optimizer_state", what="trying the optimizer")
-        limits_of_mesh: dict[str, list[int]] = {}
-        for address, limit in zip(gang.addresses, limits, strict=True):
-            if limit is not None:
-                limits_of_mesh.setdefault(address.mesh, []).append(limit)
-        return {
-            "memory": [{"mesh": mesh, "memory_bytes": min(known)} for mesh, known in limits_of_mesh.items()],
-            "optimizer": asdict(optimizer),
-        }
-
-    def _measure_cores(self) -> dict[str, float]:
-        """The processor cores that the workers of each node have together; on CPU, where they share them."""
-        if self._device != "cpu":
-            return {}
-        shares = self._call("processor_share", what="looking at the processor")
-        cores: dict[str, float] = {}
-        for address, share in zip(self._gang.addresses, shares, strict=True):
-            cores[address.node] = cores.get(address.node, 0.0) + share
-        return cores
-
-    def _measure_update(self, collectives: GangCollectiveCosts | None) -> UpdateCosts:
-        """The costs of REDUCE and STEP: on one worker, and of the collectives in the slowest mesh."""
-        costs = self._call_first("update_costs", what="trying the optimizer")
-        return costs if collectives is None else collectives.added_to(costs, self._job, self._gang)
-
-    def _ask(
-        self, profiles: Mapping[int, LayerProfile], network: Mapping[str, Any], costs: Mapping[str, Any]
-    ) -> PlannedJob:
-        cores = self._measure_cores()
-        request = {
-            **profiles_json(profiles),
-            "tried": list(microbatch_counts(self._job)),
-            "network": network,
-            **costs,
-            "workers": [
-                {
-                    "mesh": address.mesh,
-                    "worker": address.worker,
-                    "node": address.node,
-                    "device": address.device,
-                    "cores": cores.get(address.node),
-                }
-                for address in self._gang.addresses
-            ],
-        }
+    def _ask(self, request: Mapping[str, Any]) -> PlannedJob:
         try:
             answer = self._control.plan(request)
         except Refused as refused:
             if refused.final:
                 raise
-            raise AttemptFailure(Reason.PLAN_INFEASIBLE, refused.detail) from None
+            raise planning_failure(refused) from None
+        self.answer = answer
         return parse_planned_job(answer)
 
-    def _call(
-        self,
-        method: str,
-        *arguments: Any,
-        what: str,
-        extra_s: float = 0.0,
-        workers: Sequence[Any] | None = None,
-    ) -> list[Any]:
-        return self._gang.call(
-            method, *arguments, phase=Phase.PREPARE, what=what, extra_s=extra_s, workers=workers
+
+def planning_failure(refused: Refused, what: str = "") -> AttemptFailure:
+    """The failure of an attempt for which the control plane made no plan; `what` stands before its message."""
+    timed_out = refused.code == Reason.PLANNING_TIMEOUT
+    return AttemptFailure(
+        Reason.PLANNING_TIMEOUT if timed_out else Reason.PLAN_INFEASIBLE, what + refused.detail
+    )
+
+
+PROFILED_STEPS = 9
+"""Warm profiled steps of the running plan before a shorter one is asked for: those that calibrate it."""
+STEPS_BETWEEN_SWAPS = 50
+BACK_OFF = 4
+"""Times as many steps lie between a swap that was undone, or could not be made, and the next question as before it."""
+JUDGED_STEPS = 20
+"""Steps before and after a swap, whose median makespans say what it brought."""
+BROUGHT_SHARE = 0.5
+"""Of its promise, below which a swap is undone."""
+
+
+@dataclass(frozen=True)
+class BroughtLess:
+    """The seconds of a step's makespan that a swap promised, and those that it brought."""
+
+    promised_s: float
+    brought_s: float
+
+
+class SwapHistory:
+    """Says when to ask for a shorter plan, and whether the last one is worth keeping, from the makespans of steps.
+
+    A plan is asked for after PROFILED_STEPS warm profiled steps by the running one, the first of which does not count, and
+    STEPS_BETWEEN_SWAPS after the last swap. Each swap that was undone, as the measured costs foretold too little, or that
+    could not be made multiplies this distance by BACK_OFF.
+    """
+
+    def __init__(self) -> None:
+        self._makespans_s: deque[float] = deque(maxlen=JUDGED_STEPS)
+        self._profiled, self._since_swap = -1, STEPS_BETWEEN_SWAPS
+        self._distance = STEPS_BETWEEN_SWAPS
+        self._promised: tuple[float, float] | None = None
+
+    def observe(self, makespan_s: float, *, profiled: bool) -> None:
+        """Take in a step."""
+        self._makespans_s.append(makespan_s)
+        self._since_swap += 1
+        self._profiled += profiled
+
+    @property
+    def asks(self) -> bool:
+        """True where a shorter plan may be asked for."""
+        return (
+            self._promised is None and self._profiled >= PROFILED_STEPS and self._since_swap >= self._distance
         )
 
-    def _call_first(self, method: str, *arguments: Any, what: str) -> Any:
-        """The answer of worker 0 of the gang, which traced the model."""
-        return self._call(method, *arguments, what=what, workers=self._gang.workers[:1])[0]
+    def asked(self) -> None:
+        """A plan is being asked for: it is worth asking again when as many steps were profiled anew."""
+        self._profiled = 0
+
+    def back_off(self) -> None:
+        """A swap came to nothing: the next plan is asked for later than after one that did its work."""
+        self._distance *= BACK_OFF
+        self._profiled, self._since_swap = -1, 0
+
+    def swapped(self, promised_s: float) -> None:
+        """Another plan runs from now on, which is to be shorter by `promised_s`."""
+        self._promised = promised_s, median(self._makespans_s)
+        self._makespans_s.clear()
+        self._profiled, self._since_swap = -1, 0
+
+    def judge(self) -> BroughtLess | None:
+        """The verdict on the last swap, once, where it did not bring BROUGHT_SHARE of its promise; None where it did, or it
+        is too early."""
+        if self._promised is None or self._since_swap < JUDGED_STEPS:
+            return None
+        promised_s, before_s = self._promised
+        self._promised = None
+        brought_s = before_s - median(self._makespans_s)
+        if brought_s >= BROUGHT_SHARE * promised_s:
+            return None
+        self.back_off()
+        return BroughtLess(promised_s, brought_s)
+
+
+def plan_obstacle(running: PlannedJob, found: PlannedJob) -> str | None:
+    """Why the workers of `running` cannot go on with `found`; None where they can."""
+    for name, now, then in (
+        ("cut", running.stage_starts, found.stage_starts),
+        ("placement", running.mesh_of_stage, found.mesh_of_stage),
+        ("number of microbatches", running.microbatches, found.microbatches),
+        ("recomputation", running.recomputed, found.recomputed),
+    ):
+        if now != then:
+            return f"it has another {name}: {then}, and {now} runs"
+    limits = {mesh["name"]: mesh.get("memory_bytes") for mesh in running.spec["meshes"]}
+    for mesh, peak in planned_peak_bytes(found.spec, found.plan).items():
+        if (limit := limits.get(mesh)) is not None and peak > limit:
+            return f"mesh {mesh} would hold {peak:,} bytes, and may hold {limit:,}"
+    return None
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A plan to be swapped in, as it was answered and read, with the makespans at measured costs of the plan that runs and
+    of this one; `undone`: the verdict on the swap that it undoes."""
+
+    answer: Mapping[str, Any]
+    planned: PlannedJob
+    running_s: float
+    planned_s: float
+    undone: BroughtLess | None = None
+
+
+class Replanner:
+    """Shortens the plan of a running attempt: asks, swaps, and undoes a swap that did not bring what it promised.
+
+    `answer` is the plan that runs as the control plane answered it. `obstacle` says why a plan cannot be run beside what
+    else the workers do.
+    """
+
+    def __init__(
+        self,
+        planned: PlannedJob,
+        answer: Mapping[str, Any],
+        *,
+        gang: Gang,
+        control: ControlPlane,
+        reporter: Reporter,
+        metrics: DriverMetrics,
+        obstacle: Callable[[PlannedJob], str | None] = lambda planned: None,
+    ):
+        self._planned, self._answer = planned, answer
+        self._before = planned, answer
+        self._gang, self._control, self._reporter, self._metrics = gang, control, reporter, metrics
+        self._obstacle = obstacle
+        self._history = SwapHistory()
+        self._since_step: int | None = None
+        self._asking: threading.Thread | None = None
+        self._candidate: _Candidate | None = None
+
+    @property
+    def due(self) -> bool:
+        """True where `before` would swap programs."""
+        return self._candidate is not None
+
+    def observe(self, step: Mapping[str, Any], *, profiled: bool, steps_left: int) -> None:
+        """Take in the report of a step, and ask or undo where it is time."""
+        self._history.observe(step["makespan_s"], profiled=profiled)
+        if (verdict := self._history.judge()) is not None:
+            planned, answer = self._before
+            times = self._planned.plan["makespan_s"], planned.plan["makespan_s"]
+            self._candidate = _Candidate(answer, planned, *times, undone=verdict)
+        elif self._candidate is None and self._history.asks and not self._is_asking:
+            self._history.asked()
+            request = {"since_step": self._since_step, "seconds_left": steps_left * step["step_s"]}
+            self._asking = threading.Thread(
+                target=self._ask, args=(request,), name="slotline-replan", daemon=True
+            )
+            self._asking.start()
+
+    def before(self, step: int) -> None:
+        """Swap the programs where a plan is there; between two steps, `step` is the next one."""
+        candidate, self._candidate = self._candidate, None
+        if candidate is None:
+            return
+        refusal = plan_obstacle(self._planned, candidate.planned) or self._obstacle(candidate.planned)
+        ready: Sequence[PreparedProgram] = ()
+        if refusal is None:
+            ready = self._prepare(candidate.planned)
+            refused = [
+                f"{self._gang.name(index)}: {one.refusal}"
+                for index, one in enumerate(ready)
+                if one.refusal is not None
+            ]
+            refusal = refused[0] if refused else None
+        if refusal is not None:
+            if ready:
+                self._gang.call("drop_program", phase=Phase.SETUP, what="forgetting a program")
+            self._history.back_off()
+            which = "a shorter plan" if candidate.undone is None else "the plan before"
+            self._reporter.event("plan_kept", f"step {step}: {which} could not be swapped in: {refusal}")
+            return
+        peaks = planned_peak_bytes(candidate.planned.spec, candidate.planned.plan)
+        self._gang.call(
+            "swap_program",
+            PerWorker(peaks.get(address.mesh) for address in self._gang.addresses),
+            phase=Phase.SETUP,
+            what="swapping its program",
+        )
+        self._take(candidate, step, same_sums=all(one.same_sums for one in ready))
+
+    def _prepare(self, planned: PlannedJob) -> Sequence[PreparedProgram]:
+        programs = planned.programs()
+        return self._gang.call(
+            "prepare_program",
+            PerWorker(programs[address.mesh] for address in self._gang.addresses),
+            phase=Phase.SETUP,
+            what="preparing a program",
+        )
+
+    def _take(self, candidate: _Candidate, step: int, *, same_sums: bool) -> None:
+        """The workers run by this plan from `step` on."""
+        sums = "to the bit" if same_sums else "to rounding: sums of gradients have another order"
+        losses = f"losses are those of the plan before {sums}"
+        if (undone := candidate.undone) is not None:
+            self._reporter.event(
+                "plan_undone",
+                f"from step {step} on the plan before runs again: the swap was to shorten the makespan by "
+                f"{undone.promised_s:.4g} s and brought {undone.brought_s:.4g} s; {losses}",
+            )
+        else:
+            self._history.swapped(candidate.running_s - candidate.planned_s)
+            self._reporter.event(
+                "plan_swapped",
+                f"from step {step} on: makespan {candidate.planned_s:.4g} s instead of {candidate.running_s:.4g} s at the "
+                f"costs that were measured; {losses}",
+            )
+        self._before = self._planned, self._answer
+        self._planned, self._answer, self._since_step = candidate.planned, candidate.answer, step
+        self._gang.expect_steps(candidate.planned.step_s)
+        self._metrics.set_plan(candidate.planned.plan, step_s=candidate.planned.step_s)
+        self._metrics.set_planned_memory(planned_peak_bytes(candidate.planned.spec, candidate.planned.plan))
+        self._reporter.running_plan(step, candidate.answer)
+
+    @property
+    def _is_asking(self) -> bool:
+        return self._asking is not None and self._asking.is_alive()
+
+    def _ask(self, request: Mapping[str, Any]) -> None:
+        """Ask the control plane, and leave what it found for the next step that ends."""
+        try:
+            answer = self._control.replan(request)
+            if (found := answer.get("found")) is None:
+                log.info("the plan stays: %s", answer.get("why"))
+                return
+            planned = parse_planned_job(found)
+            self._candidate = _Candidate(found, planned, answer["running_s"], answer["planned_s"])
+        except (httpx.HTTPError, Refused) as error:  # it is asked again later
+            log.info("no shorter plan was made: %s", error)
+        except Exception:
+            log.exception("the control plane's shorter plan cannot be read")

@@ -10,11 +10,13 @@ for that. Knows nothing of training, Ray or OpenTelemetry.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,13 +26,14 @@ from worker.contract.logs import TraceParent
 from worker.contract.program import COMPUTE_LANE
 from worker.contract.reasons import Reason
 from worker.driver.control_plane_client import REQUEST_TIMEOUT_S, ControlPlane, Refused
-from worker.driver.step_record import StepRecord
+from worker.driver.step_measurement import StepMeasurement
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 MAX_STEPS_PER_REPORT = 2_000
 MAX_EVENTS_PER_REPORT = 1_000
+MAX_CARRIED_STEPS = 10_000
 MAX_WAITING_SLOTS = 200_000
 MAX_WAITING_SPANS = 1_000
 
@@ -49,10 +52,11 @@ class _PendingReport:
     checkpoint: dict[str, Any] | None = None
     best_checkpoint: dict[str, Any] | None = None
     model_flops: dict[str, Any] | None = None
+    draining: list[dict[str, Any]] | None = None
+    running_plan: dict[str, Any] | None = None
 
     def has_any(self) -> bool:
-        lists = self.steps or self.evaluations or self.timelines or self.events or self.states
-        return bool(lists or self.spans or self.checkpoint or self.best_checkpoint or self.model_flops)
+        return any(vars(self).values())
 
 
 class Reporter:
@@ -66,6 +70,8 @@ class Reporter:
         self.cancelled = threading.Event()
         self.stop_requested = threading.Event()
         self.fenced = threading.Event()
+        self.wanted_checkpoints: frozenset[int] = frozenset()
+        """The steps whose checkpoints other jobs wait for, as the control plane last said."""
         self._control = control
         self._heartbeat_s = heartbeat_s
         self._pending = _PendingReport()
@@ -83,15 +89,41 @@ class Reporter:
         self._thread.start()
         return self
 
-    def state(self, state: str, *, reason: Reason | None = None, message: str | None = None) -> None:
-        """Report a change of the attempt's state, soon."""
-        self._add("states", {"state": state, "reason": reason, "message": message})
+    def state(
+        self,
+        state: str,
+        *,
+        reason: Reason | None = None,
+        message: str | None = None,
+        failed_nodes: Sequence[str] = (),
+    ) -> None:
+        """Report a change of the attempt's state, soon; `failed_nodes` are the Ray ids of nodes that a failure is due to."""
+        self._add(
+            "states",
+            {"state": state, "reason": reason, "message": message, "failed_nodes": list(failed_nodes)},
+        )
         self._wake.set()
+
+    def draining(self, nodes: Mapping[str, float]) -> None:
+        """Report, soon, the Ray ids of all nodes that Ray drains now, each with the Unix time of its end."""
+        with self._lock:
+            self._pending.draining = [
+                {"node": node_id, "until": at if math.isfinite(at) else None} for node_id, at in nodes.items()
+            ]
+        self._wake.set()
+
+    def running_plan(self, since_step: int, plan: Mapping[str, Any]) -> None:
+        """Report the plan that runs from a step on, as the control plane answered it."""
+        with self._lock:
+            self._pending.running_plan = {"since_step": since_step, "plan": dict(plan)}
 
     def step(self, step: Mapping[str, Any]) -> None:
         self._add("steps", dict(step))
 
     def evaluation(self, evaluation: Mapping[str, Any]) -> None:
+        """Report an evaluation, and log it."""
+        metrics = "".join(f"  {name} {value:.5g}" for name, value in evaluation["metrics"].items())
+        log.info("evaluation after step %d: loss %.5g%s", evaluation["step"], evaluation["loss"], metrics)
         self._add("evaluations", dict(evaluation))
 
     def timeline(self, timeline: Mapping[str, Any]) -> None:
@@ -103,6 +135,8 @@ class Reporter:
                 waiting.popleft()
 
     def event(self, kind: str, message: str) -> None:
+        """Report an event, and log it."""
+        log.info("%s: %s", kind, message)
         self._add("events", {"at": time.time(), "kind": kind, "message": message})
 
     def span(self, span: Mapping[str, Any]) -> None:
@@ -119,6 +153,32 @@ class Reporter:
         """Report the checkpoint that is kept for being the best: `step`, `uri`, `metric` and `value`."""
         with self._lock:
             self._pending.best_checkpoint = dict(best)
+
+    def undelivered(self, step: int) -> dict[str, list[dict[str, Any]]]:
+        """The records of `steps` and `evaluations` up to `step` of which the control plane has not said that it has them;
+        of the steps the newest MAX_CARRIED_STEPS."""
+        with self._lock:
+            sent = self._unsent or {}
+            found = {
+                kind: [
+                    item
+                    for item in (*sent.get(kind, ()), *getattr(self._pending, kind))
+                    if item["step"] <= step
+                ]
+                for kind in ("steps", "evaluations")
+            }
+        found["steps"] = found["steps"][-MAX_CARRIED_STEPS:]
+        return found
+
+    def deliver_again(
+        self, records: Mapping[str, Iterable[Mapping[str, Any]]], recorded: Mapping[str, int]
+    ) -> None:
+        """Report records that `undelivered` gave to an earlier attempt, but those up to the step that is `recorded` of
+        their kind: they arrived after all."""
+        for kind in ("steps", "evaluations"):
+            for item in records.get(kind) or ():
+                if item["step"] > recorded.get(kind, -1):
+                    self._add(kind, dict(item))
 
     def model_flops(self, step: int | None, peak_per_s: float | None) -> None:
         """Report the FLOPs of a step and the peak FLOP/s of all accelerators, each where it is known."""
@@ -186,6 +246,8 @@ class Reporter:
                 log.info("control plane back after %.1f s", time.monotonic() - self._away_since)
                 self._away_since = None
             command = answer.get("command") if isinstance(answer, dict) else None
+            if isinstance(answer, dict):
+                self.wanted_checkpoints = frozenset(answer.get("wanted_checkpoints") or ())
             if command == "cancel":
                 self.cancelled.set()
             elif command == "stop":
@@ -202,8 +264,8 @@ class Reporter:
     def _drop_least_important(self, body: dict[str, Any], why: str) -> bool:
         """Drop the least important part of a report that was refused, its state last; False when nothing is left."""
         for part in (
-            *("spans", "timelines", "events", "steps", "evaluations"),
-            *("model_flops", "metrics_endpoint", "best_checkpoint", "checkpoint", "message"),
+            *("spans", "timelines", "events", "steps", "evaluations", "draining", "failed_nodes"),
+            *("running_plan", "model_flops", "metrics_endpoint", "best_checkpoint", "checkpoint", "message"),
         ):
             if body[part]:
                 log.error("report %s was refused (%s): its %s are dropped", body["sequence"], why, part)
@@ -232,12 +294,16 @@ class Reporter:
             checkpoint, p.checkpoint = p.checkpoint, None
             best, p.best_checkpoint = p.best_checkpoint, None
             flops, p.model_flops = p.model_flops, None
+            draining, p.draining = p.draining, None
+            running_plan, p.running_plan = p.running_plan, None
             self._sequence += 1
-            return {
+            self._unsent = {
                 "sequence": self._sequence,
                 "state": change.get("state"),
                 "reason": change.get("reason"),
                 "message": change.get("message"),
+                "failed_nodes": change.get("failed_nodes", []),
+                "draining": draining,
                 "steps": steps,
                 "evaluations": evaluations,
                 "timelines": timelines,
@@ -247,7 +313,9 @@ class Reporter:
                 "best_checkpoint": best,
                 "model_flops": flops,
                 "spans": spans,
+                "running_plan": running_plan,
             }
+            return self._unsent
 
 
 def _slot_count(timelines: Iterable[Mapping[str, Any]]) -> int:
@@ -280,7 +348,7 @@ class Spans:
             now = time.time()
             self._send(_span_item(self._trace.child().span_id, name, now - seconds, now, {}))
 
-    def step(self, record: StepRecord, *, profiled: bool) -> dict[str, str]:
+    def step(self, record: StepMeasurement, *, profiled: bool) -> dict[str, str]:
         """Send the span of a finished step where it is profiled; the labels of the exemplar that finds it from a metric."""
         if self._trace is None:
             return {}
@@ -328,3 +396,31 @@ def _span_item(
         "ended_at": ended_at,
         "attributes": {f"slotline.{name}": value for name, value in attributes.items()},
     }
+
+
+class LaunchPhases:
+    """The phases between the driver's start and the end of the first step: they follow each other without a gap, the first
+    one begins now. `report` is called with the name and the seconds of each, of one that has several parts with each part.
+    """
+
+    def __init__(
+        self, report: Callable[[str, float], None], *, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._report, self._now = report, now
+        self._since = now()
+
+    def end_phase(self, name: str) -> None:
+        """The current phase, called `name`, is over, and the next one begins."""
+        since, self._since = self._since, self._now()
+        self._report(name, self._since - since)
+
+    @contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        """A phase of its own within the current one, which does not count its time."""
+        began = self._now()
+        try:
+            yield
+        finally:
+            seconds = self._now() - began
+            self._since += seconds
+            self._report(name, seconds)

@@ -1,33 +1,42 @@
 """Runs the training steps: calls all workers once a step, records results, evaluates, saves and stops when due.
 
 While a step runs the workers have been asked for the next one, never for more: they begin it at once, and the driver
-records the one before meanwhile. Where the state after a step is wanted, or clocks are measured, the next one waits.
+records the one before meanwhile. Where the state after a step is wanted, clocks are measured, or programs are swapped,
+the next one waits.
 With data.at_end: stop every worker that reads is asked before each step whether its data goes on; all must agree.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import ray
 
-from worker.actor.device import own_node_address
+from worker.actor.node import own_node_address
 from worker.actor.step_result import WorkerStep
 from worker.contract.failures import AttemptFailure
-from worker.contract.job import Job
+from worker.contract.job import SKIP_LIMIT_S, Job
 from worker.contract.logs import bind_process_fields
 from worker.contract.planned import PlannedJob
 from worker.contract.reasons import Reason
+from worker.contract.timeline import FIRST_PROFILED_STEPS
+from worker.driver.benchmarks import LinkWatch
 from worker.driver.checkpoints import Checkpoints
 from worker.driver.evaluation import Evaluations
-from worker.driver.gang import Gang, Phase, call_failure
-from worker.driver.metrics import JobMetrics
-from worker.driver.reporter import Reporter, Spans
-from worker.driver.step_record import ClockOffset, StepRecord, estimate_clock_offset, record_step
+from worker.driver.gang import Gang, Phase
+from worker.driver.metrics import DriverMetrics, ModelFlops
+from worker.driver.planning import Replanner
+from worker.driver.reporter import LaunchPhases, Reporter, Spans
+from worker.driver.step_measurement import ClockOffset, StepMeasurement, estimate_clock_offset, measure_step
 from worker.driver.stopping import GracefulStop, Interruption
+from worker.driver.tracking.run_tracking import RunTracking
+
+log = logging.getLogger(__name__)
 
 
 class StepLoop:
@@ -48,8 +57,10 @@ class StepLoop:
         data_end: DataEnd,
         publisher: StepPublisher,
         interruption: Interruption,
+        replanner: Replanner | None = None,
     ):
         self._planned, self._samples, self._gang = planned, samples, gang
+        self._replanner = replanner
         self._checkpoints, self._evaluations, self._data_end = checkpoints, evaluations, data_end
         self._publisher, self._interruption = publisher, interruption
         self._clocks = _ClockOffsets(gang)
@@ -77,7 +88,9 @@ class StepLoop:
             results = self._gang.wait(call.refs, phase=Phase.STEP, what=f"step {step}")
             before_s, ended_s = ended_s, time.monotonic()
             record = self._record(step, results, step_s=ended_s - max(before_s, call.at_s))
-            self._publisher.publish(record, first=step == first, last=step == last)
+            profiled = self._publisher.publish(record, first=step == first, last=step == last)
+            if self._replanner is not None and step < last:
+                self._replanner.observe(record.report, profiled=profiled, steps_left=last - step)
             self._evaluations.after(step, last=step == last)
             stop_reason = self._evaluations.stop_reason
             if step < last:
@@ -89,6 +102,8 @@ class StepLoop:
                 return stop_reason if step < last else None
             if step != last and following is None and self._interruption.stop_requested():
                 self._save_and_stop(step)
+            if step != last and following is None and self._replanner is not None:
+                self._replanner.before(step + 1)
             call = following
         return None
 
@@ -101,6 +116,7 @@ class StepLoop:
             or self._interruption.stop_requested()
             or self._evaluations.due(step, last=False)
             or self._data_end.enabled
+            or (self._replanner is not None and self._replanner.due)
         )
 
     def _ask(self, step: int) -> _StepCall:
@@ -108,14 +124,12 @@ class StepLoop:
         self._checkpoints.poll_behind(step)
         return _StepCall(refs, time.monotonic())
 
-    def _record(self, step: int, results: Sequence[WorkerStep], *, step_s: float) -> StepRecord:
-        meshes = self._gang.meshes
-        return record_step(
+    def _record(self, step: int, results: Sequence[WorkerStep], *, step_s: float) -> StepMeasurement:
+        return measure_step(
             step=step,
-            meshes=[mesh.name for mesh in meshes],
+            workers={mesh.name: len(mesh.workers) for mesh in self._gang.meshes},
             stage_names=self._planned.stage_names,
             results=results,
-            sizes=[len(mesh.workers) for mesh in meshes],
             offsets=self._clocks.offsets,
             step_s=step_s,
             clock=(time.time(), time.monotonic()),
@@ -139,27 +153,130 @@ class _StepCall:
     at_s: float
 
 
-class StepPublisher:
-    """Gives finished steps to the control plane, Prometheus and the trace.
+LOG_EVERY_S = 5.0
 
-    The timeline of the first step (cold), of the second, of one step every `profile_every_s` and of the last is kept.
+
+class StepLog:
+    """Logs the state of training: the first step, the last, and one every few seconds.
+
+    Rates are of the steps since the line before. `last_step` is the job's, `flops` None where they are not known, `now`
+    the clock in seconds.
     """
 
     def __init__(
-        self, reporter: Reporter, metrics: JobMetrics, *, profile_every_s: float, spans: Spans | None = None
+        self,
+        last_step: int,
+        flops: ModelFlops | None = None,
+        *,
+        every_s: float = LOG_EVERY_S,
+        now: Callable[[], float] = time.monotonic,
     ):
+        self._last_step, self._flops, self._every_s, self._now = last_step, flops, every_s, now
+        self._due_s = 0.0
+        self._steps, self._seconds, self._samples, self._tokens = 0, 0.0, 0, 0
+
+    def observe(self, record: StepMeasurement, *, first: bool, last: bool) -> None:
+        """Take a finished step, and log a line where one is due."""
+        self._steps += 1
+        self._seconds += record.report["step_s"]
+        self._samples += record.usage.samples
+        self._tokens += record.usage.tokens or 0
+        if not (first or last or self._now() >= self._due_s):
+            return
+        log.info("%s", self.line(record, timed=not first))
+        self._due_s = self._now() + self._every_s
+        self._steps, self._seconds, self._samples, self._tokens = 0, 0.0, 0, 0
+
+    def line(self, record: StepMeasurement, *, timed: bool = True) -> str:
+        """The line of a step; without rates and the time that is left where its own time is not typical (`timed`)."""
+        report = record.report
+        parts = [f"step {report['step']}/{self._last_step}"]
+        for name, value in (
+            ("loss", report["loss"]),
+            *report["metrics"].items(),
+            ("grad_norm", report["grad_norm"]),
+            ("lr", report["learning_rate"]),
+        ):
+            if value is not None:
+                parts.append(f"{name} {value:.5g}")
+        if timed and self._seconds > 0:
+            parts.append(f"{self._samples / self._seconds:,.4g} samples/s")
+            if self._tokens:
+                parts.append(f"{self._tokens / self._seconds:,.0f} tokens/s")
+            if self._flops is not None and self._flops.peak_per_s:
+                share = self._flops.step * self._steps / self._seconds / self._flops.peak_per_s
+                parts.append(f"mfu {100 * share:.1f} %")
+            left_s = (self._last_step - report["step"]) * self._seconds / self._steps
+            parts.append(f"{timedelta(seconds=round(left_s))} left")
+        else:
+            parts.append(f"{report['step_s']:.3g} s")
+        return "  ".join(parts)
+
+
+_FIRST_PAUSE_S = 1.0
+
+
+class ProfiledSteps:
+    """Says of which steps the slots are reported: the first six, then one after 1 s, 2 s, 4 s, ... until it is one every
+    `every_s` seconds, and the last. `now` is the clock in seconds.
+
+    One that is due is the step after the one that ends then: a long step is more likely to be running at any given time.
+    """
+
+    def __init__(self, every_s: float, *, now: Callable[[], float] = time.monotonic):
+        self._every_s, self._now = every_s, now
+        self._seen = 0
+        self._pause_s = min(_FIRST_PAUSE_S, every_s)
+        self._due_s = float("inf")
+        self._next = True
+
+    def includes_next(self, *, last: bool) -> bool:
+        """True if the step that has just ended is profiled; called once for each step."""
+        included = self._next or last
+        self._seen += 1
+        if self._seen == FIRST_PROFILED_STEPS:
+            self._due_s = self._now() + self._pause_s
+        self._next = self._seen < FIRST_PROFILED_STEPS or self._now() >= self._due_s
+        if self._next and self._seen >= FIRST_PROFILED_STEPS:
+            self._pause_s = min(2 * self._pause_s, self._every_s)
+            self._due_s = self._now() + self._pause_s
+        return included
+
+
+class StepPublisher:
+    """Gives finished steps to the control plane, Prometheus, the trace, the log and the job's trackers.
+
+    The timelines of ProfiledSteps are kept.
+    """
+
+    def __init__(
+        self,
+        reporter: Reporter,
+        metrics: DriverMetrics,
+        *,
+        profile_every_s: float,
+        spans: Spans | None = None,
+        step_log: StepLog,
+        tracking: RunTracking | None = None,
+        link_watch: LinkWatch | None = None,
+        launch: LaunchPhases | None = None,
+    ):
+        self._link_watch, self._launch = link_watch, launch
         self._reporter, self._metrics, self._spans = reporter, metrics, spans or Spans(None)
-        self._profile_every_s = profile_every_s
-        self._next_profile_s = 0.0
+        self._step_log, self._tracking = step_log, tracking or RunTracking()
+        self._profiled_steps = ProfiledSteps(profile_every_s)
         self._update_skipped = False
 
-    def publish(self, record: StepRecord, *, first: bool, last: bool) -> None:
-        """Report a step, and by events what became of its update."""
+    def publish(self, record: StepMeasurement, *, first: bool, last: bool) -> bool:
+        """Report a step, and by events what became of its update and where a forward computed again differs; whether its
+        slots are reported."""
         reporter, metrics = self._reporter, self._metrics
-        profiled = first or last or time.monotonic() >= self._next_profile_s
-        if profiled and not first:
-            self._next_profile_s = time.monotonic() + self._profile_every_s
+        if first and self._launch is not None:
+            self._launch.end_phase("first step")
+        profiled = self._profiled_steps.includes_next(last=last)
         reporter.step(record.report)
+        self._step_log.observe(record, first=first, last=last)
+        self._tracking.step(record)
         metrics.observe_step(record.report, self._spans.step(record, profiled=profiled))
         metrics.observe_usage(record.usage)
         metrics.observe_scaling(record.scaling)
@@ -168,9 +285,14 @@ class StepPublisher:
         if profiled:
             reporter.timeline(record.timeline)
             metrics.set_timeline(record.timeline)
+            if self._link_watch is not None:
+                self._link_watch.observe(record.timeline["slots"])
         self._report_skipped_update(record)
+        for difference in record.differences:
+            reporter.event("forward_differs", difference)
+        return profiled
 
-    def _report_skipped_update(self, record: StepRecord) -> None:
+    def _report_skipped_update(self, record: StepMeasurement) -> None:
         step, scaling = record.report["step"], record.scaling
         if scaling.overflowed:
             self._reporter.event("loss_scale_lowered", scaling.overflow_message(step))
@@ -198,7 +320,7 @@ class DataEnd:
             step,
             phase=Phase.STEP,
             what=f"reading the samples of step {step}",
-            extra_s=self._job.data.skip_limit_s,
+            extra_s=SKIP_LIMIT_S,
         )
         ends = [index for index, has in enumerate(has_data) if has is False]
         others = [index for index, has in enumerate(has_data) if has is True]
@@ -250,4 +372,4 @@ class _ClockOffsets:
         try:
             return ray.get(self._gang.workers[index].clock.remote(), timeout=CLOCK_LIMIT_S)
         except Exception as error:
-            raise call_failure(error, self._gang.name(index), "reading the clock") from None
+            raise self._gang.failure(error, index, "reading the clock") from None

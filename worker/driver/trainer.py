@@ -1,45 +1,56 @@
-"""Trainer: places a gang, plans the job, loads and restores its stages, checks that replicas agree, and trains.
+"""Trainer: checks and plans a job, places its gang, loads and restores stages, checks that replicas agree, and trains.
 
-The phases of a launch are recorded without a gap from the driver's first line to the first step. Before the first step
+The phases of a launch are recorded without a gap from the driver's first line to the end of the first step. Before it
 all workers must hold equal values of replicated tensors and read the same data, or the attempt ends.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from worker.actor.actor import Worker
-from worker.actor.assignment import make_assignments
-from worker.actor.device import own_node_address
+from worker.actor.assignment import LoadLimits, make_assignments
+from worker.actor.node import cluster_nodes, own_node_address
+from worker.actor.saver import SnapshotMemory
+from worker.checkpoint.resumption import ResumeSource
 from worker.checks.replicas import replicated_names, sample_mismatch, shard_mismatch, tensor_mismatch
 from worker.contract.failures import AttemptFailure, OutOfMemoryFailure
-from worker.contract.job import Job
+from worker.contract.job import SKIP_LIMIT_S, Job
 from worker.contract.logs import set_environment
 from worker.contract.planned import MeshProgram, PlannedJob, planned_peak_bytes
 from worker.contract.reasons import Reason
+from worker.contract.tasks import CHECK_LIMIT_S, JobCheck, check_job_process
 from worker.contract.versions import installed_versions
-from worker.driver.checkpoints import Checkpoints, snapshot_shortfall
+from worker.driver.benchmarks import GangMeasurements
+from worker.driver.checkpoints import Checkpoints, snapshot_rooms, snapshot_shortfall
 from worker.driver.control_plane_client import ControlPlane
 from worker.driver.evaluation import Evaluations, mesh_parallelisms, plan_evaluation
-from worker.driver.gang import Gang, Phase
+from worker.driver.gang import CPU_RESOURCE, POLL_S, Gang, Phase, placement_text
 from worker.driver.limits import Limits
-from worker.driver.metrics import JobMetrics, ModelFlops, step_flops, total_peak_flops
-from worker.driver.planning import Planner
-from worker.driver.reporter import Reporter, Spans
-from worker.driver.step_loop import DataEnd, StepLoop, StepPublisher
+from worker.driver.metrics import DriverMetrics, ModelFlops, step_flops, total_peak_flops
+from worker.driver.planning import Planner, Replanner
+from worker.driver.reporter import LaunchPhases, Reporter, Spans
+from worker.driver.step_loop import DataEnd, StepLog, StepLoop, StepPublisher
 from worker.driver.stopping import Interruption
+from worker.driver.tracking.run_tracking import RunTracking, run_config
 from worker.engine.results import SlotLimits
 from worker.parallel.shard_spec import common_cuts
 from worker.transport.rendezvous import serve_rendezvous
 
+log = logging.getLogger(__name__)
+_CHECK_START_S = 60.0
+"""For Ray to start the process of a task."""
+_CANCEL_S = 5.0
 UNTESTED_ON_GPUS = (
-    "shared matrices and meshes of unlike sizes on CUDA have been tested without GPUs only: every NCCL connection carries "
+    "shared matrices and heterogeneous meshes on CUDA have been tested without GPUs only: every NCCL connection carries "
     "known values first, and stages that share matrices are compared with whole ones (training.check_trace); compare the "
     "first losses with those of resources.device: cpu"
 )
@@ -55,8 +66,15 @@ class Attempt:
     device: str
     limits: Limits
     resume_uri: str | None = None
+    resume_from: ResumeSource | None = None
+    recorded: Mapping[str, int] = field(default_factory=dict)
+    """The last step that the control plane has of `steps` and of `evaluations`."""
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Variables of the workers' environment, held by their processes and this one only."""
+    checked: bool = False
+    """The control plane had the job checked before this attempt."""
+    left_out_nodes: Collection[str] = frozenset()
+    """Ray's ids of the nodes on which nothing is to start."""
 
 
 class Trainer:
@@ -69,13 +87,14 @@ class Trainer:
         *,
         control: ControlPlane,
         reporter: Reporter,
-        metrics: JobMetrics,
+        metrics: DriverMetrics,
         launch: LaunchPhases,
         spans: Spans,
+        tracking: RunTracking,
     ):
         self._attempt, self._job, self._limits = attempt, job, attempt.limits
         self._control, self._reporter, self._metrics, self._launch = control, reporter, metrics, launch
-        self._spans = spans
+        self._spans, self._tracking = spans, tracking
         self._interruption = Interruption(
             cancelled=lambda: reporter.cancelled.is_set() or reporter.fenced.is_set(),
             stop_requested=reporter.stop_requested.is_set,
@@ -86,19 +105,26 @@ class Trainer:
             limits=self._limits,
             interruption=self._interruption,
             workers_per_gpu=int(os.environ.get("SLOTLINE_WORKERS_PER_GPU", "1")),
+            place=self._placement,
+            report_draining=reporter.draining,
         )
-        self._planner = Planner(
+        measurements = GangMeasurements(
+            job,
+            self._gang,
             control=control,
             reporter=reporter,
-            gang=self._gang,
             device=attempt.device,
             limits=self._limits,
-            job=job,
+            launch=launch,
         )
+        self._planner = Planner(job, measurements, control=control, reporter=reporter, launch=launch)
+        self._snapshot_rooms: Sequence[SnapshotMemory] = ()  # none where checkpoints are not made of copies
 
     def train(self) -> str | None:
         """Train; why training ended before its last step, None where it did not. Raises AttemptFailure, Cancelled and
         GracefulStop."""
+        self._reporter.event("versions", installed_versions())
+        self._check_job()
         try:
             with self._gang:
                 self._place()
@@ -107,7 +133,9 @@ class Trainer:
                 planned = self._plan()
                 self._load(planned)
                 self._enable_asynchronous_writes(checkpoints, planned)
-                done = checkpoints.restore(self._attempt.resume_uri)
+                done = checkpoints.restore(
+                    self._attempt.resume_uri, self._attempt.resume_from, recorded=self._attempt.recorded
+                )
                 self._launch.end_phase("restore")
                 self._check()
                 self._warm_up(done + 1)
@@ -115,6 +143,21 @@ class Trainer:
         except OutOfMemoryFailure as failure:
             self._planner.correct(failure)
             raise
+
+    def _check_job(self) -> None:
+        """Have what would fail on every worker fail before one is placed; an attempt that resumes was checked before."""
+        resumes = self._attempt.number > 1 and self._attempt.resume_uri is not None
+        if self._attempt.checked or resumes:
+            return
+        check = check_job_on_node(self._attempt, self._interruption)
+        for text in check.checked:
+            log.info("checked %s", text)
+        for note in check.notes:
+            self._reporter.event("check", note)
+        if check.problems:
+            message = "; ".join(map(str, check.problems))
+            raise AttemptFailure(Reason(check.problems[0].reason), message)
+        self._launch.end_phase("check the job")
 
     def _place(self) -> None:
         """Start the gang, and give its processes the secrets."""
@@ -134,11 +177,15 @@ class Trainer:
         self._launch.end_phase("place")
         for mesh in gang.meshes:
             self._metrics.set_nodes(mesh.name, [a.node for a in gang.addresses if a.mesh == mesh.name])
-        nodes = len({a.node for a in gang.addresses})
-        self._reporter.event("placed", f"{len(gang.workers)} workers on {nodes} node(s)")
-        self._reporter.event("versions", installed_versions())
+        self._reporter.event("placed", placement_text(gang.addresses, cluster_nodes()))
         if device == "cuda" and (job.resources.tensor > 1 or job.heterogeneous):
             self._reporter.event("not_yet_run_on_gpus", UNTESTED_ON_GPUS)
+
+    def _placement(self, nodes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+        """The control plane's placement of the job's meshes on these nodes."""
+        shapes = zip(self._job.mesh_sizes, self._job.tensors, strict=True)
+        meshes = [{"workers": workers, "tensor": tensor} for workers, tensor in shapes]
+        return self._control.place({"nodes": list(nodes), "meshes": meshes})
 
     def _checkpoints(self) -> Checkpoints:
         return Checkpoints(
@@ -149,6 +196,8 @@ class Trainer:
             limit_s=self._limits.checkpoint_s,
             timed=self._checkpointed,
             keeps_best=self._job.evaluation is not None and self._job.evaluation.keep_best,
+            spec=self._attempt.spec,
+            wanted_steps=lambda: self._reporter.wanted_checkpoints,
         )
 
     def _checkpointed(self, operation: str, seconds: float) -> None:
@@ -157,7 +206,7 @@ class Trainer:
 
     def _plan(self) -> PlannedJob:
         planned = self._planner.plan()
-        self._gang.planned_step_s = planned.step_s
+        self._gang.expect_steps(planned.step_s)
         self._launch.end_phase("plan")
         self._metrics.set_plan(planned.plan, step_s=planned.step_s)
         self._metrics.set_planned_memory(planned_peak_bytes(planned.spec, planned.plan))
@@ -171,6 +220,7 @@ class Trainer:
             parallelisms=mesh_parallelisms(self._job, ((a.mesh, a.node) for a in self._gang.addresses)),
             gang=self._gang,
             control=self._control,
+            reporter=self._reporter,
         )
         # held as long as this trainer: the store ends with its last reference, and the workers' connections with it
         self._store, place = serve_rendezvous(own_node_address(), [a.node for a in self._gang.addresses])
@@ -184,15 +234,20 @@ class Trainer:
         for address, of_worker in zip(self._gang.addresses, notes, strict=True):
             for note in of_worker or ():
                 self._reporter.event("compiled", f"mesh {address.mesh}, worker {address.worker}: {note}")
+        self._reporter.event(
+            "connected", f"{len(self._gang.addresses)} workers, with {len(planned.stage_starts)} stages"
+        )
         self._launch.end_phase("load")
 
     def _enable_asynchronous_writes(self, checkpoints: Checkpoints, planned: PlannedJob) -> None:
         """Have checkpoints written while training goes on, where the job wants that and there is room for it."""
         if self._job.checkpoint is None or not self._job.checkpoint.asynchronous:
             return
-        shortfall = snapshot_shortfall(planned, gang=self._gang, device=self._attempt.device)
+        rooms = snapshot_rooms(self._gang)
+        shortfall = snapshot_shortfall(planned, rooms, gang=self._gang, device=self._attempt.device)
         if shortfall is None:
             checkpoints.write_asynchronously()
+            self._snapshot_rooms = rooms
         else:
             self._reporter.event("checkpoint", f"training waits while checkpoints are written: {shortfall}")
 
@@ -206,7 +261,10 @@ class Trainer:
             step,
             phase=Phase.CHECK,
             what="the first run, without transfers",
-            extra_s=self._job.data.skip_limit_s + self._job.data.loader.timeout_s,
+            extra_s=SKIP_LIMIT_S + self._job.data.loader.timeout_s,
+        )
+        self._gang.call(
+            "collect_between_steps", phase=Phase.CHECK, what="collecting the garbage of the start"
         )
         self._launch.end_phase("warm up")
 
@@ -215,15 +273,27 @@ class Trainer:
         self._metrics.set_model_flops(flops)
         self._reporter.model_flops(flops and flops.step, flops and flops.peak_per_s)
         self._reporter.state("RUNNING")
+        spec = self._attempt.spec
+        name = spec.get("name", "job")
+        self._tracking.start(self._attempt.job_id, name, run_config(spec, planned), flops)
         evaluations = Evaluations(
             self._job.evaluation,
             gang=self._gang,
             reporter=self._reporter,
             metrics=self._metrics,
             early_stopping=checkpoints.early_stopping,
+            tracking=self._tracking,
+            first_step=checkpoints.first_step,
         )
         publisher = StepPublisher(
-            self._reporter, self._metrics, profile_every_s=self._limits.profile_every_s, spans=self._spans
+            self._reporter,
+            self._metrics,
+            profile_every_s=self._limits.profile_every_s,
+            spans=self._spans,
+            step_log=StepLog(self._job.training.steps, flops),
+            tracking=self._tracking,
+            link_watch=self._planner.link_watch(planned),
+            launch=self._launch,
         )
         loop = StepLoop(
             planned,
@@ -234,11 +304,38 @@ class Trainer:
             data_end=DataEnd(self._job, gang=self._gang),
             publisher=publisher,
             interruption=self._interruption,
+            replanner=self._replanner(planned),
         )
         stop_reason = loop.run(first, self._job.training.steps)
         if stop_reason is not None:
             self._reporter.event("stopped_early", stop_reason)
         return stop_reason
+
+    def _snapshot_obstacle(self, found: PlannedJob) -> str | None:
+        """Why there is no room for copies of the state beside this plan, where checkpoints are made of copies."""
+        if not self._snapshot_rooms:
+            return None
+        return snapshot_shortfall(found, self._snapshot_rooms, gang=self._gang, device=self._attempt.device)
+
+    def _replanner(self, planned: PlannedJob) -> Replanner | None:
+        """None for a job that keeps its plan: it says so, its plan was saved, it has one mesh, or it runs on CUDA, where
+        another program would load kernels within a step."""
+        if (
+            self._job.pipeline.replan == "off"
+            or planned.saved_plan is not None
+            or self._job.meshes == 1
+            or self._attempt.device == "cuda"
+        ):
+            return None
+        return Replanner(
+            planned,
+            self._planner.answer,
+            gang=self._gang,
+            control=self._control,
+            reporter=self._reporter,
+            metrics=self._metrics,
+            obstacle=self._snapshot_obstacle,
+        )
 
     def _model_flops(self, planned: PlannedJob) -> ModelFlops | None:
         """The FLOPs of a step, and the peak FLOP/s of all accelerators on CUDA; None where a layer was not counted."""
@@ -277,8 +374,11 @@ def _load_calls(
         [(address.mesh, address.node) for address in gang.addresses],
         tensors=tensors,
         store=store,
-        connect_s=limits.connect_s,
-        slot_limits=SlotLimits(factor=limits.slot_factor, floor_s=limits.slot_floor_s),
+        limits=LoadLimits(
+            limits.prepare_s,
+            limits.connect_s,
+            SlotLimits(factor=limits.slot_factor, floor_s=limits.slot_floor_s),
+        ),
         planned_bytes=planned_peak_bytes(planned.spec, planned.plan),
         evaluation=evaluation,
     )
@@ -308,17 +408,49 @@ def check_replicas(gang: Gang, *, heterogeneous: bool = False) -> None:
         raise AttemptFailure(Reason.MODEL_BUILD_FAILED, message)
 
 
-class LaunchPhases:
-    """The phases between the driver's start and the first step; they follow each other without a gap, the first one
-    begins now. `report` is called with the name and the seconds of each."""
+def check_node(nodes: Collection[str], *, own: str, left_out: Collection[str]) -> str | None:
+    """The node (Ray's id) on which a job is checked: the driver's own where it offers accelerators; None where none is
+    left."""
+    open_nodes = [node for node in nodes if node not in left_out]
+    return own if own in open_nodes else min(open_nodes, default=None)
 
-    def __init__(
-        self, report: Callable[[str, float], None], *, now: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._report, self._now = report, now
-        self._since = now()
 
-    def end_phase(self, name: str) -> None:
-        """The current phase, called `name`, is over, and the next one begins."""
-        since, self._since = self._since, self._now()
-        self._report(name, self._since - since)
+def check_job_on_node(attempt: Attempt, interruption: Interruption) -> JobCheck:
+    """Check the job in a process of a node that offers the accelerators, of which it takes none, and takes work.
+
+    There files and packages are as the workers will have them. Without such a node, or where it is lost, there are only
+    notes. Raises what interrupts the attempt.
+    """
+    resource = "GPU" if attempt.device == "cuda" else CPU_RESOURCE
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get(resource)]
+    own, left_out = ray.get_runtime_context().get_node_id(), attempt.left_out_nodes
+    node_id = check_node(nodes, own=own, left_out=left_out)
+    if node_id is None:
+        others = f" but {len(nodes)} that take no work" if nodes else ""
+        return JobCheck(
+            notes=(
+                f"the job was not checked before its workers are placed: no node offers {resource}{others}",
+            )
+        )
+    # softly Ray would take any other node where this one is lost meanwhile, also one that is to have no work
+    strategy = NodeAffinitySchedulingStrategy(node_id, soft=not left_out)
+    task = ray.remote(check_job_process).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
+    result = task.remote(attempt.spec, environment=dict(attempt.secrets))
+    deadline, ended = time.monotonic() + CHECK_LIMIT_S + _CHECK_START_S, False
+    try:
+        while not (ended := bool(ray.wait([result], timeout=POLL_S)[0])):
+            interruption.raise_if_stopping()
+            if time.monotonic() > deadline:
+                return JobCheck(
+                    notes=("the job was not checked before its workers are placed: no answer in time",)
+                )
+        return ray.get(result)
+    except ray.exceptions.RayError as error:
+        reason = " ".join(str(error).split())[:500]
+        return JobCheck(notes=(f"the job was not checked before its workers are placed: {reason}",))
+    finally:
+        if not ended:
+            ray.cancel(result, force=True)
+            ray.wait(
+                [result], timeout=_CANCEL_S
+            )  # Ray may crash where it is shut down in the middle of a cancellation

@@ -1,9 +1,11 @@
-"""NoisyDigits: pairs of noisy and clean handwritten digits (scikit-learn) for training a denoiser.
+"""NoisyDigits: pairs of noisy and clean handwritten digits (of scikit-learn, in the extra `demo`) for training a denoiser.
 
 The noise depends on the seed and the pair's index only, so that every rank and every epoch reads the same pairs.
 """
 
 from __future__ import annotations
+
+import functools
 
 import numpy as np
 import torch
@@ -20,8 +22,7 @@ class NoisyDigits(Dataset[tuple[Tensor, Tensor]]):
     """
 
     def __init__(self, noise: float = 0.5, *, seed: int = 0) -> None:
-        images = load_digits().images.astype(np.float32) / 8.0 - 1.0
-        self._clean = torch.from_numpy(images).unsqueeze(1)
+        self._clean = _clean_images()
         self._noise = noise
         self._seed = seed
 
@@ -34,3 +35,9 @@ class NoisyDigits(Dataset[tuple[Tensor, Tensor]]):
         clean = self._clean[index]
         drawn = np.random.default_rng([self._seed, index]).standard_normal(clean.shape, dtype=np.float32)
         return clean + self._noise * torch.from_numpy(drawn), clean
+
+
+@functools.cache
+def _clean_images() -> Tensor:
+    """All images, [1797, 1, 8, 8]: scikit-learn parses them as text each time."""
+    return torch.from_numpy(load_digits().images.astype(np.float32) / 8.0 - 1.0).unsqueeze(1)

@@ -1,11 +1,18 @@
-"""Runs one task as `python -m worker.tasks profile|export|remove|verify`; the process exits with the task's status."""
+"""Runs one task, `python -m worker.tasks check|profile|export|remove|scale|verify`; the process exits with its status."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 
-TASKS = {"profile": "profile", "export": "export_weights", "remove": "remove", "verify": "verify"}
+TASKS = {
+    "check": "check",
+    "profile": "profile",
+    "export": "export_weights",
+    "remove": "remove",
+    "scale": "scale",
+    "verify": "verify",
+}
 """The module of each task."""
 
 

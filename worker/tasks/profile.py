@@ -8,30 +8,26 @@ Reads {"job": ..., "device": "cpu" or "cuda"} from SLOTLINE_PROFILE_JOB or stdin
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import json
 import multiprocessing
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from worker.actor.actor import Worker
-from worker.actor.device import choose_device, processor_cores
-from worker.benchmark.links import ProbeResult, choose_probes, network_spec
-from worker.contract.costs import (
-    PROFILE_REQUEST_VARIABLE,
-    PROFILE_RESULT_MARK,
-    UpdateCosts,
-    layer_outgrows_memory,
-    mesh_profile_json,
-    min_memory_bytes,
-    profiles_json,
-)
+from worker.actor.device import choose_device
+from worker.actor.node import processor_cores
+from worker.benchmark.links import ProbeResult, choose_probes, endpoint, network_spec
+from worker.benchmark.plan_request import MeshKind, plan_request
+from worker.contract.costs import PROFILE_REQUEST_VARIABLE, PROFILE_RESULT_MARK, UpdateCosts
 from worker.contract.failures import AttemptFailure, as_failure
-from worker.contract.job import Job, may_interleave
-from worker.contract.profile import CollectiveCost, LayerProfile
+from worker.contract.job import Job
+from worker.contract.profile import CollectiveCost, LayerProfile, MeshCollectiveCosts, OptimizerState
 from worker.contract.reasons import Reason
+from worker.contract.tasks import kill_pool
 from worker.driver.limits import Limits
 from worker.transport.base import Topology
 from worker.transport.rendezvous import host_store
@@ -63,75 +59,103 @@ def measure_job(job: Job, device: str) -> dict[str, Any]:
 
     Raises AttemptFailure with the reason that an attempt would have ended for.
     """
-    notes = []
     choose_device(device, list)
-    worker = Worker(job=job, mesh="m0", worker=0, device=device)
-    counts = worker.prepare(job.mesh_sizes[0])
-    memory = _memory_limits(worker, job, device)
-    optimizer, update = worker.optimizer_state(), worker.update_costs()
-    profiles: dict[int, LayerProfile] = {}
-    for count in sorted(counts, reverse=True):
-        if profiles and layer_outgrows_memory(profiles, count, min_memory_bytes(memory)):
-            notes.append(
-                f"{count} microbatches, and fewer, are not planned: a layer's activations would not fit"
+    measurements = LocalMeasurements(job, device)
+    return {**plan_request(job, measurements), "notes": measurements.notes}
+
+
+class LocalMeasurements:
+    """The Measurements of one worker in this process, as if all workers were like it; `notes` say what is assumed.
+
+    Links are measured between processes of this machine, on CPU; collectives are assumed to be as quick as a link.
+    """
+
+    def __init__(self, job: Job, device: str):
+        self._job, self._device = job, device
+        self._worker = Worker(job=job, mesh="m0", worker=0, device=device)
+        self._worker.prepare(job.mesh_sizes[0])
+        self.notes: list[str] = []
+        if device == "cpu" and (gang := sum(job.mesh_sizes)) > 1:
+            self.notes.append(
+                f"the layers were measured by one worker alone: {gang} that share cores are slower"
             )
-            break
-        profiles[count] = LayerProfile.from_json(worker.profile(count))
-    gang = sum(job.mesh_sizes)
-    if device == "cpu" and gang > 1:
-        notes.append(f"the layers were measured by one worker alone: {gang} that share cores are slower")
-    together = _measure_gang_costs(job, device)
-    network = _network_json(job, together.links, next(iter(profiles.values())))
-    if job.resources.tensor > 1:
-        profiles = _with_tensor_collectives(profiles, network, notes)
-    profiles = _with_batch_norm_collectives(job, profiles, network, notes)
-    if network["bandwidth_bytes_per_s"] is None and job.meshes > 1:
-        notes.append("the links between meshes were not measured: transfers count as nothing")
-    return {
-        **profiles_json(dict(sorted(profiles.items()))),
-        **_heterogeneous_profiles(job, device, sorted(profiles), network),
-        "tried": sorted(counts),
-        "network": network,
-        **memory,
-        "workers": _worker_entries(job, device),
-        "optimizer": asdict(optimizer),
-        "update": _with_gradient_collectives(job, update, network, notes).to_json(),
-        "action_s": together.action_s,
-        "notes": notes,
-    }
 
+    def memory_bytes(self) -> dict[str, int]:
+        """The limit of this worker for every mesh; on CPU all of them share this machine."""
+        on_gpu = int(os.environ.get("SLOTLINE_WORKERS_PER_GPU", "1"))
+        sharing = sum(self._job.mesh_sizes) if self._device == "cpu" else on_gpu
+        limit = self._worker.memory_limit(sharing)
+        return {} if limit is None else {f"m{index}": limit for index in range(self._job.meshes)}
 
-def _heterogeneous_profiles(
-    job: Job, device: str, counts: Sequence[int], network: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The profiles of heterogeneous meshes, each measured by a worker with the samples of one of them."""
-    if not job.heterogeneous:
-        return {}
-    mesh_profiles = []
-    kinds = list(zip(job.mesh_sizes, job.tensors, strict=True))
-    for kind in sorted({*kinds}):
-        worker = Worker(job=job, mesh=f"m{kinds.index(kind)}", worker=0, device=device)
+    def optimizer_state(self) -> OptimizerState:
+        return self._worker.optimizer_state()
+
+    def profile(self, microbatches: int) -> LayerProfile:
+        return LayerProfile.from_json(self._worker.profile(microbatches))
+
+    def leave_out(self, microbatches: int, why: str) -> None:
+        self.notes.append(f"{microbatches} microbatches, and fewer, are not planned: {why}")
+
+    def network(self, *, loops: bool, skips: bool) -> dict[str, Any]:
+        meshes = [f"m{index}" for index in range(self._job.meshes)]
+        here = dict.fromkeys(meshes, ("here",))
+        measured = self._gang_costs.links
+        probes = choose_probes(here, loops=False, skips=False)[: len(measured)]
+        network = network_spec(probes, measured, here, loops=loops, skips=skips)
+        if network["bandwidth_bytes_per_s"] is None and len(meshes) > 1:
+            self.notes.append("the links between meshes were not measured: transfers count as nothing")
+        return network
+
+    def collectives(self, network: Mapping[str, Any]) -> MeshCollectiveCosts:
+        """The costs of collectives over a link: an all-reduce has its latency and bandwidth, others move half the bytes."""
+        training, latency_s = self._job.training, network["latency_s"]
+        summed = {
+            "sums over the workers of a tensor-parallel group": max(self._job.tensors) > 1,
+            "sums of batch norms over the workers of a mesh": (
+                training.sync_batch_norm and self._job.max_dp_size > 1
+            ),
+            "sums of gradients over the workers of a mesh": self._job.max_dp_size > 1,
+        }
+        bandwidth = network["bandwidth_bytes_per_s"]
+        assumed = (
+            "were not measured: they count as nothing"
+            if bandwidth is None
+            else "are taken to be as quick as a link"
+        )
+        self.notes += [f"{what} {assumed}" for what, needed in summed.items() if needed]
+        if bandwidth is None:
+            return MeshCollectiveCosts()
+        half = latency_s, 2 * bandwidth
+        cost = CollectiveCost((latency_s, bandwidth), half, half)
+        return MeshCollectiveCosts(
+            data=cost if self._job.max_dp_size > 1 else None,
+            tensor=cost if max(self._job.tensors) > 1 else None,
+        )
+
+    def update_costs(self) -> UpdateCosts:
+        return self._worker.update_costs()
+
+    def action_s(self) -> float:
+        return self._gang_costs.action_s
+
+    def mesh_profiles(self, kind: MeshKind, counts: Sequence[int]) -> dict[int, LayerProfile]:
+        """Measured by a worker with the samples of a mesh of this kind."""
+        kinds = list(zip(self._job.mesh_sizes, self._job.tensors, strict=True))
+        worker = Worker(job=self._job, mesh=f"m{kinds.index(kind)}", worker=0, device=self._device)
         worker.prepare(kind[0])
-        profiles = {count: LayerProfile.from_json(worker.profile(count)) for count in counts}
-        if kind[1] > 1:
-            profiles = _with_tensor_collectives(profiles, network, [])
-        profiles = _with_batch_norm_collectives(job, profiles, network, [])
-        mesh_profiles += [mesh_profile_json(count, kind, profile) for count, profile in profiles.items()]
-    return {"mesh_profiles": mesh_profiles}
+        return {count: LayerProfile.from_json(worker.profile(count)) for count in counts}
+
+    def workers(self) -> list[dict[str, Any]]:
+        return assumed_workers(self._job, self._device)
+
+    @functools.cached_property
+    def _gang_costs(self) -> _GangCosts:
+        return _measure_gang_costs(self._job, self._device)
 
 
-def _memory_limits(worker: Worker, job: Job, device: str) -> dict[str, Any]:
-    """The memory limit of every mesh, if all workers are like this one; on CPU all of them share this machine."""
-    on_gpu = int(os.environ.get("SLOTLINE_WORKERS_PER_GPU", "1"))
-    sharing = sum(job.mesh_sizes) if device == "cpu" else on_gpu
-    limit = worker.memory_limit(sharing)
-    meshes = [] if limit is None else [f"m{index}" for index in range(job.meshes)]
-    return {"memory": [{"mesh": mesh, "memory_bytes": limit} for mesh in meshes]}
-
-
-def _worker_entries(job: Job, device: str) -> list[dict[str, Any]]:
-    """The assumed places of the workers: on CPU all of them on this machine, and on its cores. Tensors are planned
-    (`place`) as if each mesh had its own node: a wrong guess costs a copy, the opposite one a slow link."""
+def assumed_workers(job: Job, device: str) -> list[dict[str, Any]]:
+    """JSON of the workers at their assumed places: on CPU all of them on this machine, and on its cores. Tensors are
+    planned (`place`) as if each mesh had its own node: a wrong guess costs a copy, the opposite one a slow link."""
     cores = processor_cores() if device == "cpu" else None
     return [
         {"mesh": mesh, "worker": worker, "node": "here", "place": mesh, "device": device, "cores": cores}
@@ -140,72 +164,12 @@ def _worker_entries(job: Job, device: str) -> list[dict[str, Any]]:
     ]
 
 
-def _with_tensor_collectives(
-    profiles: Mapping[int, LayerProfile], network: Mapping[str, Any], notes: list[str]
-) -> dict[int, LayerProfile]:
-    if network["bandwidth_bytes_per_s"] is None:
-        notes.append("sums over the workers that share matrices were not measured: they count as nothing")
-        return dict(profiles)
-    notes.append("sums over the workers that share matrices are taken to be as quick as a link")
-    latency_s, bandwidth = network["latency_s"], network["bandwidth_bytes_per_s"]
-    gathers = latency_s, 2 * bandwidth  # half the bytes of a sum
-    between = CollectiveCost((latency_s, bandwidth), gathers, gathers)
-    return {count: profile.with_tensor_parallel_sums(between) for count, profile in profiles.items()}
-
-
-def _with_batch_norm_collectives(
-    job: Job, profiles: Mapping[int, LayerProfile], network: Mapping[str, Any], notes: list[str]
-) -> dict[int, LayerProfile]:
-    if not job.training.sync_batch_norm or job.max_dp_size == 1:
-        return dict(profiles)
-    if network["bandwidth_bytes_per_s"] is None:
-        notes.append(
-            "sums of batch norms over the workers of a mesh were not measured: they count as nothing"
-        )
-        return dict(profiles)
-    notes.append("sums of batch norms over the workers of a mesh are taken to be as quick as a link")
-    between = CollectiveCost((network["latency_s"], network["bandwidth_bytes_per_s"]))
-    return {count: profile.with_sync_batch_norm_sums(between) for count, profile in profiles.items()}
-
-
-def _with_gradient_collectives(
-    job: Job, update: UpdateCosts, network: Mapping[str, Any], notes: list[str]
-) -> UpdateCosts:
-    shares = {f"m{index}": tensor for index, tensor in enumerate(job.tensors) if tensor > 1}
-    if shares and network["bandwidth_bytes_per_s"] is not None:
-        update = update.with_tensor_parallel(shares, (network["latency_s"], network["bandwidth_bytes_per_s"]))
-    if job.batch_multiple == 1:
-        return update
-    if network["bandwidth_bytes_per_s"] is None:
-        notes.append("sums of gradients over the workers of a mesh were not measured: they count as nothing")
-        return update
-    notes.append("sums of gradients over the workers of a mesh are taken to be as quick as a link")
-    latency_s, bandwidth = network["latency_s"], network["bandwidth_bytes_per_s"]
-    if job.sharded:  # each moves half the bytes of a sum
-        workers = {mesh: job.dp_sizes[int(mesh[1:])] for mesh in job.sharded}
-        update = update.with_zero1(workers, (latency_s, 2 * bandwidth), (latency_s, 2 * bandwidth))
-    alone = tuple(f"m{mesh}" for mesh, data in enumerate(job.dp_sizes) if data == 1)
-    return update.with_all_reduce(latency_s, bandwidth, alone)
-
-
 @dataclass(frozen=True)
 class _GangCosts:
     """Measurements of several processes of this machine: links, and the engine's own time for an action."""
 
     links: Sequence[ProbeResult] = ()
     action_s: float = 0.0
-
-
-def _network_json(job: Job, measured: Sequence[ProbeResult], profile: LayerProfile) -> dict[str, Any]:
-    """JSON of a NetworkSpec from links between processes of this machine; with one GPU nothing is measured."""
-    meshes = [f"m{index}" for index in range(job.meshes)]
-    return network_spec(
-        measured,
-        meshes,
-        dict.fromkeys(meshes, "here"),
-        loops=may_interleave(job),
-        skips=any(edge.target > edge.source + 1 for edge in profile.edges),
-    )
 
 
 def _measure_gang_costs(job: Job, device: str) -> _GangCosts:
@@ -225,10 +189,7 @@ def _measure_gang_costs(job: Job, device: str) -> _GangCosts:
             )
         costs = [end.result() for end in ends]
     finally:
-        processes = list((pool._processes or {}).values())  # no public way to end a running call before 3.14
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in processes:
-            process.kill()
+        kill_pool(pool)
     return _GangCosts(
         links=[link for cost in costs for link in cost.links],
         action_s=sum(cost.action_s for cost in costs) / len(costs),
@@ -242,8 +203,13 @@ def _measure_as_mesh(job: Job, mesh: str, meshes: list[str], links_port: int, ac
         "host": "127.0.0.1",
         "connect_s": Limits().connect_s,
     }
-    probes = choose_probes(meshes, dict.fromkeys(meshes, "here"), loops=False, skips=False)
+    probes = choose_probes(dict.fromkeys(meshes, ("here",)), loops=False, skips=False)
+    ends = Topology(tuple(endpoint(mesh, 0) for mesh in meshes))
     return _GangCosts(
-        links=worker.measure_links(probes=probes, store=("127.0.0.1", links_port), **where) if probes else (),
+        links=worker.measure_links(
+            probes=probes, store=("127.0.0.1", links_port), **{**where, "topology": ends}
+        )
+        if probes
+        else (),
         action_s=worker.measure_action(store=("127.0.0.1", action_port), **where),
     )

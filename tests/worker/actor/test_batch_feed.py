@@ -158,3 +158,44 @@ def sized(inputs: tuple[torch.Tensor, ...]) -> Batches:
 )
 def test_tokens_are_counted_where_samples_are_rows_of_whole_numbers(inputs, tokens):
     assert sized(inputs).tokens_per_sample == tokens
+
+
+def four_at_a_time(factory: str, at_end: str = "repeat", **args: Any) -> Batches:
+    spec = {
+        "model": {"factory": "worker.examples.gpt:build"},
+        "data": {"factory": factory, "args": args, "at_end": at_end},
+        "loss": {"factory": "torch.nn.functional:cross_entropy"},
+        "training": {"global_batch": 4, "microbatches": 2, "seed": 5},
+    }
+    return Batches(Job.from_json(spec), worker=0, workers_per_mesh=1, microbatches=2)
+
+
+def step_rows(one: Batches, step: int) -> torch.Tensor:
+    return torch.cat([one.microbatch(step, m)[0][0] for m in range(2)])
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [
+        "small_data:Numbered",
+        *(f"tests.worker.stream_data:{name}" for name in ("Shuffled", "generated", "Stateful")),
+    ],
+)
+def test_a_step_that_begins_at_a_sample_has_what_comes_there_and_so_has_a_resume_behind_it(factory):
+    undisturbed, moved = (four_at_a_time(factory, length=10) for _ in range(2))
+    rows = [step_rows(undisturbed, step) for step in range(1, 6)]
+    moved.begin_at(9, 8)
+    assert torch.equal(moved.sample[0][0], undisturbed.sample[0][0])
+    assert torch.equal(step_rows(moved, 9), rows[2]) and torch.equal(step_rows(moved, 10), rows[3])
+    resumed = four_at_a_time(factory, length=10)
+    resumed.begin_at(11, 16)
+    resumed.go_to(11, moved.position(11))
+    assert torch.equal(step_rows(resumed, 11), rows[4])
+
+
+def test_data_that_is_read_once_ends_by_its_samples_wherever_a_step_begins():
+    one = four_at_a_time("small_data:Numbered", at_end="stop", length=10)
+    one.begin_at(9, 2)
+    assert len(step_rows(one, 9)) == len(step_rows(one, 10)) == 4
+    with pytest.raises(AttemptFailure, match="its 10 samples have no 14 for 11 steps"):
+        one.microbatch(11, 0)

@@ -45,7 +45,24 @@ def test_an_assigned_gpu_that_is_not_visible_is_named():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
 def test_a_node_without_a_gpu_says_so_by_name():
-    with pytest.raises(RuntimeError, match=f"finds no GPU on {socket.gethostname()}"):
+    built_for_cuda = r"Found no NVIDIA driver.*\): this torch wants a GPU and a driver for CUDA"
+    why = built_for_cuda if torch.version.cuda else r"not compiled with CUDA.*\): install a CUDA build"
+    told = rf"finds no GPU on {socket.gethostname()} \(.*{why}"
+    with pytest.raises(RuntimeError, match=told):
+        choose_device("cuda", lambda: [0])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
+def test_a_driver_that_is_too_old_is_told_in_cudas_words_with_the_version_that_torch_wants(monkeypatch):
+    def too_old():
+        raise RuntimeError(
+            "The NVIDIA driver on your system is too old (found version 11040).\nPlease update"
+        )
+
+    monkeypatch.setattr(torch.cuda, "init", too_old)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    told = r"too old \(found version 11040\)\): this torch wants a GPU and a driver for CUDA 13\.0: see what nvidia-smi"
+    with pytest.raises(RuntimeError, match=told):
         choose_device("cuda", lambda: [0])
 
 

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from tests.tiers import some_by_day
 from tests.worker.actor.test_actor import job
 from tests.worker.jobs.test_loss_metrics import with_metrics
 from tests.worker.jobs.test_loss_reduction import IGNORED, Texts
@@ -136,7 +137,7 @@ LAYOUTS = [
 UNLIKE = [unlike(2, 1), unlike(1, 2, stages=4)]
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, *UNLIKE], ids=str)
+@some_by_day("layout", [*LAYOUTS, *UNLIKE], by_day=2, ids=str)
 def test_an_evaluation_is_that_of_the_plain_model_in_eval_mode(layout):
     with Workers(spec_of(27, **layout)) as run:
         size = run.workers[0].evaluation_size()
@@ -190,6 +191,7 @@ def centred_in_eval():
     return nn.Sequential(CentredInEval(ROWS, 16), nn.Linear(16, 3))
 
 
+@pytest.mark.slow
 def test_what_only_eval_mode_makes_of_all_rows_cannot_go_between_meshes_of_unlike_sizes():
     spec = spec_of(24, **unlike(2, 1))
     spec["model"] = {"factory": f"{__name__}:centred_in_eval"}
@@ -200,12 +202,13 @@ def test_what_only_eval_mode_makes_of_all_rows_cannot_go_between_meshes_of_unlik
 
 # A loss that draws shares the generators of this process with all its workers: it is tried where nobody else draws at
 # the same time.
-@pytest.mark.parametrize(
+@some_by_day(
     ("loss", "layout"),
     [
         *(("with_metrics", layout) for layout in (*LAYOUTS[:3], UNLIKE[0])),
         *(("DrawsAndCounts", LAYOUTS[i]) for i in (0, 3)),
     ],
+    by_day=2,
     ids=str,
 )
 def test_training_is_to_the_bit_what_it_is_without_evaluation(layout, loss):

@@ -72,6 +72,7 @@ def by_hand(trained):
     ]
 
 
+@pytest.mark.slow
 def test_groups_and_frozen_parameters_train_as_in_a_plain_loop_also_after_a_resume_on_another_cut(tmp_path):
     spec = spec_of(stages=3)
     losses, expected = plain(spec, range(1, 9), by_hand)

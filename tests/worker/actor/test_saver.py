@@ -12,7 +12,7 @@ from tests.worker.driver.fake_gang import SimpleGang
 from worker.actor.saver import BackgroundTask, HostSnapshots, ShardSaver, SnapshotMemory
 from worker.actor.telemetry import PeakMemory
 from worker.checkpoint import format as checkpoint_format
-from worker.driver.checkpoints import snapshot_shortfall
+from worker.driver.checkpoints import snapshot_rooms, snapshot_shortfall
 
 
 def state():
@@ -180,6 +180,6 @@ def test_a_copy_has_to_fit_beside_the_plan_on_cpu_and_in_the_host_on_cuda(device
         },
         plan={"meshes": [{"name": name, "peak_memory_bytes": 600} for name in ("m0", "m1")]},
     )
-    found = snapshot_shortfall(planned, gang=gang, device=device)
+    found = snapshot_shortfall(planned, snapshot_rooms(gang), gang=gang, device=device)
     assert asked == [2, 2, 1]
     assert found is None if said is None else said in found

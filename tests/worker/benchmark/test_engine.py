@@ -29,8 +29,7 @@ def transports(stores, meshes, connect_s=60.0):
             mesh=mesh,
             worker=0,
             host="127.0.0.1",
-            store_host="127.0.0.1",
-            store_port=store.port,
+            store=("127.0.0.1", store.port),
             connect_timeout_s=connect_s,
         )
         for mesh in meshes

@@ -7,7 +7,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from tests.worker.workers import forward_plan_of, plan_of
+from tests.worker.workers import forward_plan_of, placement_of, plan_of
 
 
 class ControlPlane:
@@ -19,7 +19,9 @@ class ControlPlane:
         self.reports: list[dict[str, Any]] = []
         self.plan_requests: list[dict[str, Any]] = []
         self.plan_answers: list[dict[str, Any]] = []
-        self.command = "continue"
+        self.placement_requests: list[dict[str, Any]] = []
+        self.token: str | None = None
+        """The one that the driver exchanged its own for."""
         self.heard = threading.Condition()
         plane = self
 
@@ -37,13 +39,24 @@ class ControlPlane:
 
             def do_POST(self) -> None:
                 body = self._body()
+                if self.path.endswith("/token"):
+                    plane.token = body["token"]
+                    self._answer(204, None)
+                    return
+                if self.path.endswith("/placement"):
+                    plane.placement_requests.append(body)
+                    self._answer(200, placement_of(body))
+                    return
                 if self.path.endswith("/forward-plan"):
                     self._answer(200, forward_plan_of(body))
+                    return
+                if self.path.endswith("/replan"):
+                    self._answer(200, plane.replan(body))
                     return
                 if self.path.endswith("/plan"):
                     plane.plan_requests.append(body)
                     try:
-                        answer = plan_of(plane.given["job"], body)
+                        answer = plane.plan(body)
                         plane.plan_answers.append(answer)
                         self._answer(200, answer)
                     except Exception as error:
@@ -52,7 +65,7 @@ class ControlPlane:
                 with plane.heard:
                     plane.reports.append(body)
                     plane.heard.notify_all()
-                self._answer(200, {"command": plane.command})
+                self._answer(200, {"command": plane.command()})
 
             def _body(self) -> Any:
                 return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -71,6 +84,18 @@ class ControlPlane:
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def plan(self, costs: dict[str, Any]) -> dict[str, Any]:
+        """The first plan of an attempt."""
+        return plan_of(self.given["job"], costs)
+
+    def command(self) -> str:
+        """What it wants of the attempt, with the answer to a report."""
+        return "continue"
+
+    def replan(self, request: dict[str, Any]) -> dict[str, Any]:
+        """No shorter plan, unless a test has one."""
+        return {"why": "nobody looks for one"}
 
     @property
     def states(self) -> list[str]:

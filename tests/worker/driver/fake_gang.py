@@ -14,7 +14,7 @@ class FakeGang:
     interrupted: Callable[[], None] = staticmethod(lambda: None)
     """Called where the driver's gang looks whether the attempt is to end; may raise."""
 
-    ask, call = gang.Gang.ask, gang.Gang.call
+    ask, call, expect_steps = gang.Gang.ask, gang.Gang.call, gang.Gang.expect_steps
 
     def wait(self, refs: Sequence[Any], **_: Any) -> list[Any]:
         return list(refs)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import pytest
 
 from tests.worker.driver.fake_gang import FakeGang
-from worker.actor.device import WorkerAddress
+from tests.worker.driver.test_planning import JOB
+from worker.actor.node import WorkerAddress
 from worker.benchmark.links import ConcurrentTransfers, Link, ProbeResult
 from worker.driver import benchmarks
-from worker.driver.benchmarks import LINK_CACHE_S, GangBenchmarks
+from worker.driver.benchmarks import LINK_CACHE_S, GangMeasurements, LinkWatch
 from worker.driver.limits import Limits
 
 # Bytes a second and what sharing costs between the nodes of this test.
@@ -36,21 +38,21 @@ class Control:
 
 
 class Gang(FakeGang):
-    """Meshes on `nodes`, whose workers find BANDWIDTH; `measured` lists the probes that ran."""
+    """Meshes with a worker on each letter of `nodes`, who find BANDWIDTH; `measured` lists the probes that ran."""
 
     def __init__(self, nodes, prefix="m"):
         self.measured = []
-        names = [f"{prefix}{k}" for k in range(len(nodes))]
-        self._node_of = dict(zip(names, nodes, strict=True))
         self.addresses = [
-            WorkerAddress(name, worker, node, f"id of {node}", 7, "cpu")
-            for name, node in self._node_of.items()
-            for worker in range(2)
+            WorkerAddress(f"{prefix}{mesh}", worker, node, f"id of {node}", 7, "cpu")
+            for mesh, own in enumerate(nodes)
+            for worker, node in enumerate(own)
         ]
-        self.meshes = [SimpleNamespace(name=name, workers=[self._worker(name)]) for name in names]
+        self._node_of = {f"{a.mesh}/{a.worker}": a.node for a in self.addresses}
+        self.workers = [self._worker(name) for name in self._node_of]
 
     def _worker(self, name):
-        def measure(*, probes, **_):
+        def measure(*, probes, topology, **_):
+            assert name in topology.meshes
             own = [probe for probe in probes if probe.hub == name]
             self.measured += own
             return [self._find(probe) for probe in own]
@@ -70,10 +72,11 @@ class Gang(FakeGang):
 
 def costs(gang, control):
     events = []
-    found = GangBenchmarks(
+    found = GangMeasurements(
+        JOB,
+        gang,
         control=control,
         reporter=SimpleNamespace(event=lambda *event: events.append(event)),
-        gang=gang,
         device="cpu",
         limits=Limits(),
     )
@@ -102,9 +105,10 @@ def test_nodes_that_were_measured_are_known_to_the_next_job_whatever_its_meshes_
     control, first = Control(), Gang(["a", "a", "b"])
     found, events = costs(first, control)
     network = found.network(loops=False, skips=False)
-    assert len(first.measured) == 3, "two pairs and one hub with two peers"
+    assert len(first.measured) == 2, "one pair inside a node, one between two"
     assert named(network, "m") == {("0", "1"): 9e9, ("1", "0"): 9e9, ("1", "2"): 2e9, ("2", "1"): 1e9}
-    assert network["contention"] == "full-duplex" and [kind for kind, _ in events] == ["links_measured"]
+    assert network["contention"] == "link"
+    assert [kind for kind, _ in events] == ["links_measured"]
     clock.s += LINK_CACHE_S
     second = Gang(["a", "a", "b"], prefix="other ")
     found, events = costs(second, control)
@@ -122,7 +126,10 @@ def test_only_what_is_not_known_yet_is_measured(clock):
     gang = Gang(["a", "b", "c"])
     found, events = costs(gang, control)
     network = found.network(loops=False, skips=False)
-    assert [(probe.hub, probe.peers) for probe in gang.measured] == [("m1", ("m2",)), ("m1", ("m0", "m2"))]
+    assert [(probe.hub, probe.peers) for probe in gang.measured] == [
+        ("m1/0", ("m2/0",)),
+        ("m1/0", ("m0/0", "m2/0")),
+    ]
     assert named(network, "m") == {("0", "1"): 2e9, ("1", "0"): 1e9, ("1", "2"): 5e8, ("2", "1"): 4e8}
     assert events[0][1].endswith("2 of 3 measurements are new")
 
@@ -179,9 +186,96 @@ def test_one_mesh_has_no_links(clock):
 
 def test_the_engines_own_time_is_the_mean_over_the_meshes_and_nothing_on_accelerators(clock):
     gang = Gang(["a", "a", "b"])
-    for mesh, seconds in zip(gang.meshes, (1e-4, 2e-4, 6e-4), strict=True):
-        mesh.workers[0].measure_action = SimpleNamespace(remote=lambda seconds=seconds, **_: seconds)
+    for worker, seconds in zip(gang.workers, (1e-4, 2e-4, 6e-4), strict=True):
+        worker.measure_action = SimpleNamespace(remote=lambda seconds=seconds, **_: seconds)
     found, _ = costs(gang, Control())
     assert found.action_s() == pytest.approx(3e-4)
     found._device = "cuda"
     assert found.action_s() == 0.0
+
+
+def slots_of_step(seconds, microbatches=4):
+    """The slots of a step in which transfers from m0 to m1 take `seconds`, those back 10 ms, at most a little apart."""
+    return [
+        {
+            "mesh": mesh,
+            "lane": lane,
+            "start_s": 1.0 * number,
+            "end_s": 1.0 * number + lasts * (1 + 0.01 * number),
+        }
+        for number in range(microbatches)
+        for mesh, lane, lasts in (
+            ("m1", "recv:m0", seconds),
+            ("m0", "send:m1", seconds),
+            ("m0", "recv:m1", 0.010),
+            ("m0", "compute", 9.0),
+        )
+    ]
+
+
+def watched(*steps, planned=0.020):
+    """(source, target) of what a watch calls stale, after steps whose transfers from m0 to m1 took these seconds."""
+    stale = []
+    watch = LinkWatch(slots_of_step(planned), lambda source, target, *seconds: stale.append((source, target)))
+    for seconds in steps:
+        watch.observe(slots_of_step(seconds))
+    return stale
+
+
+def test_a_transfer_that_takes_twice_as_long_as_planned_or_half_as_long_makes_its_link_stale_once():
+    assert watched(*[0.047] * 12) == [("m0", "m1")]
+    assert watched(*[0.007] * 12) == [("m0", "m1")]
+    assert watched(*[0.030] * 12) == watched(*[0.015] * 12) == []
+
+
+def test_a_few_disturbed_steps_a_wide_spread_and_the_engines_own_time_make_no_link_stale():
+    assert watched(0.5, 0.5, 0.5, 0.5) == [], "too few steps"
+    assert watched(0.5, 0.02, 0.5, 0.02, 0.02, 0.5, 0.02, 0.02, 0.02) == [], "the median is as planned"
+    assert watched(0.02, 0.08, 0.05, 0.03, 0.07, 0.05, 0.02) == [], (
+        "steps differ by more than the link seems to have"
+    )
+    assert watched(*[0.0009] * 12, planned=0.0001) == []
+
+
+def test_a_stale_link_is_measured_again_by_the_next_attempt_and_others_are_not(clock):
+    control = Control()
+    found, events = costs(Gang(["a", "b", "c"]), control)
+    found.network(loops=False, skips=False)
+    found.link_is_stale("m1", "m0", 0.5, 0.02)
+    for thread in threading.enumerate():
+        if thread.name == "slotline-links":
+            thread.join(30)
+    assert events[-1] == (
+        "links_stale",
+        "transfers from m1 to m0 take 0.5 s where 0.02 were planned: the next attempt measures the links between b and a "
+        "again",
+    )
+    next_gang = Gang(["a", "b", "c"])
+    costs(next_gang, control)[0].network(loops=False, skips=False)
+    assert [(probe.hub, probe.peers) for probe in next_gang.measured] == [
+        ("m0/0", ("m1/0",)),
+        ("m1/0", ("m0/0", "m2/0")),
+    ]
+
+
+def test_transfers_inside_one_node_make_no_link_stale():
+    found, events = costs(Gang(["ab", "a", "a"]), Control())
+    found.link_is_stale("m1", "m2", 0.5, 0.02)
+    assert events == []
+    found.link_is_stale("m0", "m1", 0.5, 0.02)
+    assert [kind for kind, _ in events] == ["links_stale"]
+
+
+def test_training_goes_on_where_the_control_plane_does_not_take_that_a_link_is_stale(clock, caplog):
+    found, events = costs(Gang(["a", "b"]), control := Control())
+    found.network(loops=False, skips=False)
+
+    def away(key, profile):
+        raise ConnectionError("no route")
+
+    control.store_profile = away
+    found.link_is_stale("m0", "m1", 0.5, 0.02)
+    for thread in threading.enumerate():
+        if thread.name == "slotline-links":
+            thread.join(30)
+    assert "no route" in caplog.text and events[-1][0] == "links_stale"

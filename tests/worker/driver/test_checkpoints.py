@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from tests.worker.driver.fake_gang import FakeGang
-from worker.actor.saver import ShardSaver
+from worker.actor.saver import ShardSaver, reading_checkpoint
 from worker.checkpoint import format as checkpoint_format
+from worker.checkpoint.resumption import ResumeSource
 from worker.contract.failures import AttemptFailure, attributed_to
 from worker.contract.job import CheckpointPolicy
-from worker.contract.reasons import Reason
+from worker.contract.reasons import Cause, Reason
 from worker.driver.checkpoints import Checkpoints
 
 
@@ -57,7 +58,7 @@ class Worker:
             uri, step=step, shard=self.mesh, state={"parameters": {"p": torch.ones(step)}}
         )
 
-    @attributed_to(Reason.CHECKPOINT_FAILED)
+    @reading_checkpoint()
     def restore(self, uri):
         _, step = checkpoint_format.load_checkpoint(uri)
         self.restored.append(step)
@@ -92,6 +93,13 @@ class Gang(FakeGang):
 class Reports:
     def __init__(self):
         self.events, self.checkpoints = [], []
+        self.waiting, self.delivered = {}, {}
+
+    def undelivered(self, step):
+        return self.waiting
+
+    def deliver_again(self, records, recorded):
+        self.delivered = records
 
     def event(self, kind, message):
         self.events.append(message)
@@ -168,6 +176,66 @@ def test_without_checkpoints_nothing_is_saved_and_the_start_is_the_beginning(mak
     assert reports.checkpoints == [] and gang.plain[0].restored == []
 
 
+def source_of(folder, step):
+    return ResumeSource(checkpoint_format.step_uri(str(folder), "job", step), "job", step)
+
+
+def begun_elsewhere(folder, steps=100):
+    """The checkpoints of a new job in the same place, whose workers have none of the checkpoint's tensors."""
+    spec = {"model": {"factory": "m:f"}, "data": {"factory": "d:f"}, "training": {"steps": steps}}
+    policy, reports = CheckpointPolicy(str(folder)), Reports()
+    return Checkpoints(policy, "new", gang=Gang(), reporter=reports, limit_s=60, spec=spec)
+
+
+def test_a_source_that_is_not_there_is_refused_with_the_checkpoints_that_are(make, tmp_path):
+    train(make()[0], 6)
+    with pytest.raises(AttemptFailure) as refused:
+        begun_elsewhere(tmp_path).restore(None, source_of(tmp_path, 3))
+    assert refused.value.reason is Reason.RESUME_REFUSED
+    there = ", ".join(source_of(tmp_path, step).uri for step in (2, 4, 6))
+    assert f"has no manifest.json; whole checkpoints beside it: {there}. Submit" in refused.value.message
+
+
+def test_a_source_behind_the_last_step_is_refused(make, tmp_path):
+    train(make()[0], 6)
+    with pytest.raises(
+        AttemptFailure, match=r"after step 6, and training.steps is 6.*raise training.steps"
+    ) as refused:
+        begun_elsewhere(tmp_path, steps=6).restore(None, source_of(tmp_path, 6))
+    assert refused.value.reason is Reason.RESUME_REFUSED
+
+
+def test_a_job_with_a_checkpoint_of_its_own_goes_on_from_that_one(make, tmp_path):
+    kept, gang, _ = make()
+    train(kept, 4)
+    again, gang, reports = make()
+    assert again.restore(None, ResumeSource("/not/there", "other", 9)) == 4 and again.first_step == 1
+    assert [worker.restored for worker in gang.plain] == [[4], [4]]
+    assert reports.events[0].startswith("resumed after step 4 from checkpoint")
+
+
+def test_checkpoints_that_other_jobs_wait_for_stay_until_they_have_begun(tmp_path):
+    wanted = [2]
+    kept = Checkpoints(
+        CheckpointPolicy(str(tmp_path), every_steps=2, keep=1),
+        "job",
+        gang=Gang(),
+        reporter=Reports(),
+        limit_s=60,
+        wanted_steps=lambda: wanted,
+    )
+    train(kept, 6)
+    assert [Path(uri).name[-1] for uri in checkpoint_format.complete_checkpoints(str(tmp_path), "job")] == [
+        "6",
+        "2",
+    ]
+    wanted.clear()
+    kept.after(7, last=True)
+    assert [Path(uri).name[-1] for uri in checkpoint_format.complete_checkpoints(str(tmp_path), "job")] == [
+        "7"
+    ]
+
+
 def test_a_checkpoint_that_was_never_reported_is_found(make):
     train(make()[0], 6)
     kept, gang, reports = make()
@@ -212,15 +280,51 @@ def flip_a_bit_of_a_tensor(shard):
     assert not torch.equal(torch.load(shard)["state"]["parameters"]["p"], torch.ones(6))
 
 
-def test_when_none_can_be_read_the_oldest_is_named(make):
+def test_a_job_whose_checkpoints_are_all_damaged_fails_by_name_and_no_attempt_reads_them_again(make):
     train(make()[0], 4)
-    kept, _, _ = make()
+    kept, _, reports = make()
     found = checkpoint_format.complete_checkpoints(kept._policy.uri, "job")
     for uri in found:
         Path(uri, "m0.pt").write_bytes(b"")
-    with pytest.raises(AttemptFailure, match=f"{found[-1]}/m0.pt has 0 bytes") as caught:
+    with pytest.raises(
+        AttemptFailure, match=rf"every checkpoint is damaged \(2\), the newest.* {found[0]}/m0.pt has 0 b"
+    ) as caught:
         kept.restore(found[0])
-    assert caught.value.reason == Reason.CHECKPOINT_FAILED
+    assert caught.value.reason is Reason.CHECKPOINT_DAMAGED
+    assert caught.value.reason.cause is Cause.USER, "retries of the infrastructure are not spent on it"
+    assert len(reports.events) == 1 and f"trying {found[1]}" in reports.events[0]
+
+
+def test_a_checkpoint_that_cannot_be_read_now_may_be_read_by_the_next_attempt(make, monkeypatch):
+    train(make()[0], 4)
+    kept, _, _ = make()
+    newest, older = checkpoint_format.complete_checkpoints(kept._policy.uri, "job")
+    Path(older, "m0.pt").write_bytes(b"")
+    load = torch.load
+
+    def unreachable(path, **how):
+        if newest in str(path):
+            raise OSError("Stale file handle")
+        return load(path, **how)
+
+    monkeypatch.setattr(torch, "load", unreachable)
+    with pytest.raises(AttemptFailure, match="cannot be read: Stale file handle") as caught:
+        kept.restore(newest)
+    assert caught.value.reason is Reason.CHECKPOINT_FAILED
+
+
+def test_records_that_a_driver_could_not_deliver_are_delivered_by_the_attempt_that_goes_on_behind_them(make):
+    """The driver dies when the checkpoint of step 4 is whole and the report of its step is not yet sent."""
+    kept, _, reports = make(every=4)
+    reports.waiting = {
+        "steps": [{"step": 3, "loss": 0.5}, {"step": 4, "loss": float("nan")}],
+        "evaluations": [],
+    }
+    train(kept, 4)
+    again, _, heard = make()
+    assert again.restore(None) == 4
+    assert [step["step"] for step in heard.delivered["steps"]] == [3, 4]
+    assert heard.delivered["steps"][0] == {"step": 3, "loss": 0.5}
 
 
 def test_a_checkpoint_that_the_control_plane_knows_and_nobody_finds_does_not_start_the_job_anew(

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from tests.worker.driver.test_checkpoints import Gang, Reports
+from worker.actor.saver import reading_checkpoint
 from worker.checkpoint import format as checkpoint_format
 from worker.contract.checkpoint_files import inspect_checkpoints
-from worker.contract.failures import attributed_to
+from worker.contract.failures import AttemptFailure
 from worker.contract.job import CheckpointPolicy
 from worker.contract.reasons import Reason
 from worker.driver.checkpoints import Checkpoints
@@ -24,7 +25,7 @@ class Worker:
     def __init__(self, mesh):
         self.mesh, self.value, self.restored = mesh, None, []
 
-    @attributed_to(Reason.CHECKPOINT_FAILED)
+    @reading_checkpoint()
     def restore(self, uri):
         state, step = checkpoint_format.load_checkpoint(uri, names={f"{self.mesh}.p"})
         self.value = state["parameters"][f"{self.mesh}.p"].tolist()
@@ -126,6 +127,19 @@ def test_it_is_told_and_all_workers_go_on_from_the_one_before(base, damage):
     assert "trying" in passed_over and resumed.startswith("resumed after step 4")
     newest, older = inspect_checkpoints(base, "job", sums=True)
     assert newest.damage is not None and newest.finished and older.damage is None
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_where_there_is_none_before_it_the_job_fails_and_is_not_tried_again(base, damage):
+    if damage is swap_shards_of_steps:
+        files, folder = saved(base, 4, 6)
+        damage(files, folder)
+        files.rm(folder.replace("0000000006", "0000000004"), recursive=True)
+    else:
+        damage(*saved(base, 6))
+    with pytest.raises(AttemptFailure, match=f"every checkpoint is damaged.*{DAMAGES[damage]}") as caught:
+        restored(base)
+    assert caught.value.reason is Reason.CHECKPOINT_DAMAGED
 
 
 def test_files_that_are_no_part_of_it_harm_nobody_and_other_names_are_no_checkpoints(base):

@@ -17,7 +17,7 @@ from worker.contract.reasons import Reason
 from worker.driver import step_loop
 from worker.driver.checkpoints import Checkpoints
 from worker.driver.evaluation import Evaluations
-from worker.driver.step_loop import DataEnd, StepPublisher
+from worker.driver.step_loop import DataEnd, StepLog, StepPublisher
 from worker.driver.stopping import Interruption
 
 
@@ -30,6 +30,7 @@ def stopping_job(at_end="stop"):
     return job(data={"factory": "stream_data:Tokens", "args": {"length": 19}, "at_end": at_end})
 
 
+@pytest.mark.slow
 def test_a_stream_of_19_has_two_steps_of_8_and_the_state_after_them_is_kept(tmp_path):
     spec, log = stopping_job(), []
     with Workers(spec) as run:
@@ -48,7 +49,7 @@ def test_a_stream_of_19_has_two_steps_of_8_and_the_state_after_them_is_kept(tmp_
             checkpoints=saving,
             evaluations=Evaluations(None, gang=gang, reporter=heard, metrics=heard),
             data_end=DataEnd(Job.from_json(spec), gang=gang),
-            publisher=StepPublisher(heard, heard, profile_every_s=30.0),
+            publisher=StepPublisher(heard, heard, profile_every_s=30.0, step_log=StepLog(5)),
             interruption=Interruption(),
         )
         try:

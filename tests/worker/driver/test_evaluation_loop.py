@@ -18,8 +18,7 @@ from worker.contract.job import CheckpointPolicy, Data, Evaluation, Job
 from worker.contract.reasons import Reason
 from worker.driver import step_loop
 from worker.driver.checkpoints import Checkpoints
-from worker.driver.evaluation import EarlyStopping, Evaluations
-from worker.driver.step_record import EvaluationResult, combine_batches
+from worker.driver.evaluation import EarlyStopping, EvaluationResult, Evaluations, combine_batches
 from worker.driver.stopping import Interruption
 
 DATA = Data(f"{Numbers.__module__}:Numbers")
@@ -54,7 +53,16 @@ class Listener(Heard):
 
 
 def train(
-    spec, steps, evaluation, *, policy=None, values=None, monkeypatch=None, interrupted=lambda: None, log=None
+    spec,
+    steps,
+    evaluation,
+    *,
+    policy=None,
+    values=None,
+    monkeypatch=None,
+    interrupted=lambda: None,
+    log=None,
+    tracking=None,
 ):
     """The loop over all steps, from the newest checkpoint; what was heard and why it ended early."""
     log = [] if log is None else log
@@ -66,7 +74,11 @@ def train(
         try:
             done = checkpoints.restore(None)
             evaluations = Evaluations(
-                evaluation, metrics=heard, early_stopping=checkpoints.early_stopping, **shared
+                evaluation,
+                metrics=heard,
+                early_stopping=checkpoints.early_stopping,
+                tracking=tracking,
+                **shared,
             )
             if values is not None:
                 measured = iter(values[done // evaluation.every_steps :])
@@ -78,7 +90,9 @@ def train(
                 checkpoints=checkpoints,
                 evaluations=evaluations,
                 data_end=step_loop.DataEnd(Job.from_json(spec), gang=gang),
-                publisher=step_loop.StepPublisher(heard, heard, profile_every_s=30.0),
+                publisher=step_loop.StepPublisher(
+                    heard, heard, profile_every_s=30.0, step_log=step_loop.StepLog(5), tracking=tracking
+                ),
                 interruption=Interruption(),
             )
             stop_reason = loop.run(done + 1, steps)

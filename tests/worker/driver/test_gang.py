@@ -12,7 +12,8 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group_table
 
-from worker.actor.device import WorkerAddress
+from tests.polling import until
+from worker.actor.node import WorkerAddress
 from worker.contract import failures
 from worker.contract.failures import AttemptFailure, attributed_to
 from worker.contract.reasons import Reason
@@ -21,7 +22,7 @@ from worker.driver.gang import Gang, PerWorker, Phase
 from worker.driver.limits import Limits
 from worker.driver.stopping import Cancelled, GracefulStop, Interruption
 
-pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.ray]
 
 
 class Sleeper:
@@ -122,10 +123,11 @@ def is_gone(process_id: int, limit_s: float = 60.0) -> bool:
 
 def assert_nothing_left(addresses) -> None:
     assert all(is_gone(a.process_id) for a in addresses)
-    deadline = time.monotonic() + 60
-    while ray.available_resources().get("slotline_worker") != 4.0:
-        assert time.monotonic() < deadline, ray.available_resources()
-        time.sleep(0.1)
+    until(
+        lambda: ray.available_resources().get("slotline_worker") == 4.0,
+        ray.available_resources,
+        every_s=0.1,
+    )
     assert {group["state"] for group in placement_group_table().values()} <= {"REMOVED"}
 
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.worker.driver.control_plane import ControlPlane
 from worker.contract.versions import (
     PROTOCOL,
@@ -25,6 +27,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.slow
 def test_a_driver_that_is_newer_than_its_control_plane_understands_ends_with_both_names():
     given = {"job_id": "j", "number": 1, "job": {"no": "job of ours"}, "device": "cpu"}
     plane = ControlPlane(given)
@@ -37,7 +40,7 @@ def test_a_driver_that_is_newer_than_its_control_plane_understands_ends_with_bot
                 "SLOTLINE_CONTROL_URL": plane.url,
                 "SLOTLINE_ATTEMPT_ID": "j-1",
                 "SLOTLINE_ATTEMPT_TOKEN": "t",
-                "SLOTLINE_METRICS_LINGER_S": "0",
+                "SLOTLINE_LIMIT_LINGER_S": "0",
             },
             capture_output=True,
             text=True,

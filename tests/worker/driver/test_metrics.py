@@ -11,16 +11,16 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from worker.actor.telemetry import GpuUsage
-from worker.driver.metrics import JobMetrics, ModelFlops
+from worker.driver.metrics import DriverMetrics, ModelFlops
 from worker.driver.slot_metrics import MAX_SLOTS
-from worker.driver.step_record import StepScaling, StepUsage
+from worker.driver.step_measurement import StepScaling, StepUsage
 
 STARTED_AT = 1_790_000_000.25
 
 
 @pytest.fixture
 def metrics():
-    made = JobMetrics("job-1")
+    made = DriverMetrics("job-1")
     yield made
     made.close()
 
@@ -224,7 +224,8 @@ def test_a_loss_scale_is_shown_and_skipped_steps_are_counted_by_reason(metrics):
 def test_where_a_mesh_runs_and_how_long_starting_and_saving_took(metrics):
     endpoint = metrics.serve()
     metrics.set_nodes("m0", ["a", "a", "b"])
-    metrics.set_launch_phase("plan", 2.5)
+    metrics.add_launch_phase("plan", 2.0)
+    metrics.add_launch_phase("plan", 0.5)
     metrics.set_checkpoint("save", 4.0)
     got = scrape(endpoint)
     assert value(got, "mesh_info", mesh="m0", nodes="a, b") == 1
@@ -265,7 +266,7 @@ def test_a_scrape_never_mixes_two_profiled_steps(metrics):
 
 
 def test_two_jobs_in_one_process_share_nothing(metrics):
-    other = JobMetrics("job-2")
+    other = DriverMetrics("job-2")
     try:
         first, second = metrics.serve(), other.serve()
         metrics.observe_step({"step": 1, "loss": 1.0})
@@ -276,7 +277,7 @@ def test_two_jobs_in_one_process_share_nothing(metrics):
 
 
 def test_series_linger_and_are_gone_after_close():
-    metrics = JobMetrics("job-1")
+    metrics = DriverMetrics("job-1")
     endpoint = metrics.serve()
     metrics.observe_step({"step": 1, "loss": 1.0, "step_s": 0.1, "learning_rate": 0.25})
     metrics.set_timeline({"step": 1, "started_at": 0.0, "slots": [slot(0, 1)]})

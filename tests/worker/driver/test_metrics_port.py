@@ -9,12 +9,12 @@ import urllib.request
 import pytest
 
 from service.orchestrator.ray.local_ray import free_ports
-from worker.driver.metrics import JobMetrics, port_range, serve_in_range
+from worker.driver.metrics import DriverMetrics, port_range, serve_in_range
 
 
 def test_drivers_of_one_node_take_one_port_of_the_range_each():
     first, last = _two_in_a_row()
-    one, two = JobMetrics("one"), JobMetrics("two")
+    one, two = DriverMetrics("one"), DriverMetrics("two")
     try:
         assert serve_in_range(one, "127.0.0.1", f"{first}-{last}") == f"127.0.0.1:{first}"
         endpoint = serve_in_range(two, "127.0.0.1", f"{first}-{last}")
@@ -26,7 +26,7 @@ def test_drivers_of_one_node_take_one_port_of_the_range_each():
 
 
 def test_a_full_range_stops_no_training_and_is_said(caplog: pytest.LogCaptureFixture):
-    metrics = JobMetrics("late")
+    metrics = DriverMetrics("late")
     with socket.socket() as taken, caplog.at_level(logging.WARNING):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -41,7 +41,7 @@ def test_a_full_range_stops_no_training_and_is_said(caplog: pytest.LogCaptureFix
 
 
 def test_without_a_range_any_port_will_do(caplog: pytest.LogCaptureFixture):
-    metrics = JobMetrics("any")
+    metrics = DriverMetrics("any")
     try:
         assert int(serve_in_range(metrics, "127.0.0.1", "").rpartition(":")[2]) > 0
     finally:

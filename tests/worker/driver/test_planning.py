@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
+import httpx
 import pytest
 
+from service.orchestrator.planning.pool import _plan_forwards
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import PipelineSpec
 from tests.worker.driver.fake_gang import FakeGang
-from worker.actor.device import WorkerAddress
+from worker.actor.node import WorkerAddress
+from worker.benchmark.plan_request import layer_profiles
 from worker.contract.costs import MeshUpdate
 from worker.contract.failures import AttemptFailure, OutOfMemoryFailure
-from worker.contract.job import Job
+from worker.contract.job import Evaluation, Job
 from worker.contract.planned import (
     EdgeSignature,
     LayerSignature,
@@ -22,9 +26,13 @@ from worker.contract.planned import (
     planned_seconds,
 )
 from worker.contract.profile import LayerCost, LayerProfile
-from worker.contract.reasons import Reason
+from worker.contract.reasons import Cause, Reason
+from worker.driver.benchmarks import GangMeasurements
+from worker.driver.control_plane_client import PLAN_TIMEOUT_S, ControlPlane, Refused
+from worker.driver.evaluation import plan_evaluation
 from worker.driver.limits import Limits
 from worker.driver.planning import Planner
+from worker.driver.reporter import LaunchPhases
 
 JOB = Job.from_json(
     {
@@ -126,35 +134,57 @@ class Reporter:
 
 def planner_of(gang, control, device):
     """For a job with a mesh for each worker of the gang."""
+    measurements = measurements_of(gang, control, device)
+    return Planner(measurements._job, measurements, control=control, reporter=measurements._reporter)
+
+
+def measurements_of(gang, control, device, keys=(), **changes):
     job = replace(JOB, resources=replace(JOB.resources, meshes=len(gang.workers)))
-    return Planner(
-        control=control,
-        reporter=Reporter(),
-        gang=gang,
-        device=device,
-        limits=Limits(),
-        job=job,
+    made = GangMeasurements(
+        job, gang, control=control, reporter=Reporter(), device=device, limits=Limits(), **changes
     )
+    made.keys = list(keys)
+    return made
 
 
 @pytest.mark.parametrize(("device", "measured"), [("cpu", [1, 1, 1, 1]), ("cuda", [1, 1, 0, 0])])
 def test_every_kind_of_accelerator_is_profiled_and_the_slowest_is_planned_with(device, measured):
     workers = [Worker("quick", 1.0), Worker("slow", 4.0), Worker("quick", 3.0), Worker("slow", 6.0)]
     control = Control()
-    keys = [worker.prepare.remote(1) for worker in workers]
-    profile = planner_of(Gang(*workers), control, device)._profile_of(keys, 4)
+    keys = [{4: worker.prepare.remote(1)} for worker in workers]
+    profile = measurements_of(Gang(*workers), control, device, keys).profile(4)
     assert [worker.profiled for worker in workers] == measured
     mean = {"cpu": {"quick": 2.0, "slow": 5.0}, "cuda": {"quick": 1.0, "slow": 4.0}}[device]
     assert {key: found["layers"][0]["forward_s"] for key, found in control.profiles.items()} == mean
     assert profile.layers[0].forward_s == mean["slow"]
-    again = planner_of(Gang(*workers, Worker("new", 1.0)), control, device)
-    assert again._profile_of([*keys, "new"], 4) == profile
+    again = measurements_of(Gang(*workers, Worker("new", 1.0)), control, device, [*keys, {4: "new"}])
+    assert again.profile(4) == profile
     assert [worker.profiled for worker in workers] == measured, "known kinds are not measured again"
-    assert [kind for kind, _ in again._reporter.events] == ["profiled"]
+    (traced, about), (profiled, _) = again._reporter.events
+    assert (traced, profiled) == ("traced", "profiled")
+    assert about == "the model on n0, the batch in 4 microbatches"
 
 
-def open_planner(profile, control=None):
-    """A planner whose one worker answers `profile(count)`, and its worker's list of profiled counts."""
+def test_a_model_that_is_traced_already_is_not_said_to_be_traced_again():
+    measurements = measurements_of(Gang(Worker("quick", 1.0)), Control(), "cpu")
+    for microbatches in (4, 4, 8):
+        measurements.trace(microbatches)
+    told = [message for kind, message in measurements._reporter.events if kind == "traced"]
+    assert ["in 4 microbatches" in message for message in told] == [True, False]
+
+
+def test_tracing_is_a_phase_of_a_launch_once_and_not_of_profiling():
+    clock, told = iter([10.0, 11.0, 15.0, 18.0]), []
+    launch = LaunchPhases(lambda *phase: told.append(phase), now=lambda: next(clock))
+    measurements = measurements_of(Gang(Worker("kind", 1.0)), Control(), "cpu", [{4: "key"}], launch=launch)
+    measurements.profile(4)
+    measurements.trace(4)
+    launch.end_phase("profile")
+    assert told == [("trace", 4.0), ("profile", 4.0)]
+
+
+def one_worker(profile):
+    """The measurements of one worker that answers `profile(count)`, and the list of its profiled counts."""
     worker = Worker("kind", 1.0)
     asked = []
 
@@ -163,7 +193,7 @@ def open_planner(profile, control=None):
         return profile(count)
 
     worker.profile = Called(answer)
-    return planner_of(Gang(worker), control or Control(), "cpu"), asked
+    return measurements_of(Gang(worker), Control(), "cpu", KEYS), asked
 
 
 def profile_json(activation_bytes):
@@ -175,13 +205,13 @@ KEYS = [{count: f"key of {count}" for count in (1, 2, 4, 8)}]
 
 
 def test_larger_microbatches_than_fit_are_not_even_tried():
-    planner, asked = open_planner(lambda count: profile_json(800 // count))
-    found = planner._profiles_of(KEYS, least_bytes=450)
+    measurements, asked = one_worker(lambda count: profile_json(800 // count))
+    found = layer_profiles(measurements, KEYS[0], least_bytes=450)
     assert list(found) == [2, 4, 8] and asked == [8, 4, 2], "small ones first"
-    (event,) = [message for kind, message in planner._reporter.events if kind == "left_out"]
+    (event,) = [message for kind, message in measurements._reporter.events if kind == "left_out"]
     assert event.startswith("1 microbatches, and fewer")
-    planner, asked = open_planner(lambda count: profile_json(800 // count))
-    assert list(planner._profiles_of(KEYS, least_bytes=None)) == [1, 2, 4, 8]
+    measurements, asked = one_worker(lambda count: profile_json(800 // count))
+    assert list(layer_profiles(measurements, KEYS[0], least_bytes=None)) == [1, 2, 4, 8]
 
 
 def test_a_number_whose_profile_runs_out_of_memory_is_left_out_and_other_failures_end_the_attempt():
@@ -192,19 +222,20 @@ def test_a_number_whose_profile_runs_out_of_memory_is_left_out_and_other_failure
                     raise answer
             return list(answers)
 
-    def planner_with(failure, at):
-        planner, _ = open_planner(lambda count: failure if count <= at else profile_json(1))
-        planner._gang.__class__ = Full
-        return planner
+    def with_failure(failure, at):
+        measurements, _ = one_worker(lambda count: failure if count <= at else profile_json(1))
+        measurements._gang.__class__ = Full
+        return measurements
 
     full = AttemptFailure(Reason.OUT_OF_MEMORY, "no place for 3 bytes")
-    planner = planner_with(full, 2)
-    assert list(planner._profiles_of(KEYS)) == [4, 8]
-    assert any("no place for 3 bytes" in message for _, message in planner._reporter.events)
+    measurements = with_failure(full, 2)
+    assert list(layer_profiles(measurements, KEYS[0], least_bytes=None)) == [4, 8]
+    assert any("no place for 3 bytes" in message for _, message in measurements._reporter.events)
     with pytest.raises(AttemptFailure, match="no place"):
-        planner_with(full, 8)._profiles_of(KEYS)
+        layer_profiles(with_failure(full, 8), KEYS[0], least_bytes=None)
+    broken = AttemptFailure(Reason.USER_CODE_RAISED, "broken")
     with pytest.raises(AttemptFailure, match="broken"):
-        planner_with(AttemptFailure(Reason.USER_CODE_RAISED, "broken"), 2)._profiles_of(KEYS)
+        layer_profiles(with_failure(broken, 2), KEYS[0], least_bytes=None)
 
 
 def test_what_reduce_and_step_take_is_planned_for_every_instruction():
@@ -226,7 +257,8 @@ def test_what_running_out_of_memory_taught_is_stored_with_the_profile_of_every_k
     failure = OutOfMemoryFailure("no place", "", "m1", seen_bytes=20 + 3 * 10)
     planner.correct(failure)
     assert control.profiles == {}, "before there is a plan nothing is known"
-    planner._profile_of(["quick", "slow"], 4)
+    planner._measurements.keys = [{4: "quick"}, {4: "slow"}]
+    planner._measurements.profile(4)
     planner._planned = PlannedJob(
         ("l0", "l1"),
         {
@@ -237,8 +269,8 @@ def test_what_running_out_of_memory_taught_is_stored_with_the_profile_of_every_k
     )
     planner.correct(failure)
     assert {key: p["activation_factor"] for key, p in control.profiles.items()} == {"quick": 3.0, "slow": 3.0}
-    again = planner_of(Gang(Worker("quick", 1.0)), control, "cpu")
-    assert again._profile_of(["quick"], 4).corrected().layers[0].activation_bytes == 21
+    again = measurements_of(Gang(Worker("quick", 1.0)), control, "cpu", [{4: "quick"}])
+    assert again.profile(4).corrected().layers[0].activation_bytes == 21
 
 
 FORM = ModelSignature(
@@ -277,5 +309,103 @@ def test_a_named_plan_is_refused_where_the_traced_model_is_not_the_one_that_it_w
 
 def test_a_plan_of_its_own_is_compared_with_nothing():
     planner, _ = with_form(FORM)
-    planner._gang.workers[0].model_signature = Called(lambda whole: pytest.fail("nobody needs it"))
+    planner._measurements._gang.workers[0].model_signature = Called(
+        lambda whole: pytest.fail("nobody needs it")
+    )
     planner._check_model_signature(parse_planned_job({"begins": ["l0"], "spec": {}, "plan": {}}))
+
+
+class NoPlan(Control):
+    """A control plane that refuses every plan so."""
+
+    def __init__(self, refused: Refused):
+        super().__init__()
+        self._refused = refused
+
+    def plan(self, request):
+        raise self._refused
+
+    plan_forwards = plan
+
+
+class Edges:
+    """A gang whose evaluated model has no edges."""
+
+    workers = (None,)
+
+    def call(self, *_, **__):
+        return [[]]
+
+
+class Events(list):
+    def event(self, kind, message):
+        self.append((kind, message))
+
+
+def evaluation_of(control, reporter):
+    planned = parse_planned_job(
+        {"begins": ["l0"], "spec": pipeline().model_dump(), "plan": make_plan(pipeline()).model_dump()}
+    )
+    policy = Evaluation(data=JOB.data, every_steps=1)
+    return plan_evaluation(policy, planned, gang=Edges(), control=control, reporter=reporter)
+
+
+@pytest.mark.parametrize("notes", [("made without a search",), ()])
+def test_an_evaluations_plan_that_was_made_without_a_search_is_an_event(notes):
+    class Planning(Control):
+        def plan_forwards(self, request):
+            return json.loads(_plan_forwards(lambda: False, request, 0.0, notes))
+
+    events = Events()
+    assert evaluation_of(Planning(), events)
+    assert events == [("evaluation_planned", f"the evaluation's plan was {note}") for note in notes]
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("PLANNING_TIMEOUT", Reason.PLANNING_TIMEOUT),
+        ("PLAN_REFUSED", Reason.PLAN_INFEASIBLE),
+        (None, Reason.PLAN_INFEASIBLE),
+    ],
+)
+def test_a_slow_planner_is_not_taken_for_a_plan_that_does_not_fit(code, reason):
+    control = NoPlan(Refused(422, "planning took more than 120 s", code))
+    with pytest.raises(AttemptFailure, match="took more than 120 s") as raised:
+        planner_of(Gang(Worker("old", 1.0)), control, "cpu")._ask({})
+    assert raised.value.reason is reason
+
+    with pytest.raises(AttemptFailure, match="evaluation: planning took") as raised:
+        evaluation_of(control, Events())
+    assert raised.value.reason is reason
+    assert (reason.cause is Cause.USER) == (reason is Reason.PLAN_INFEASIBLE)
+
+
+def test_what_is_unusual_about_a_plan_is_part_of_it():
+    answer = {"begins": ["l0"], "spec": {}, "plan": {}, "planning_notes": ["made without a search"]}
+    assert parse_planned_job(answer).notes == ("made without a search",)
+    assert parse_planned_job({**answer, "planning_notes": []}).notes == ()
+
+
+@pytest.mark.parametrize(("given", "timeout_s"), [({"plan_timeout_s": 900.0}, 900.0), ({}, PLAN_TIMEOUT_S)])
+def test_a_driver_waits_for_a_plan_as_long_as_the_control_plane_says_and_keeps_the_code_of_a_refusal(
+    given, timeout_s
+):
+    timeouts = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return httpx.Response(200, json=given)
+        if request.url.path.endswith("/token"):
+            return httpx.Response(204)
+        timeouts.append(request.extensions["timeout"]["read"])
+        return httpx.Response(422, json={"detail": "too slow", "code": "PLANNING_TIMEOUT"})
+
+    control = ControlPlane("http://localhost:1", "job-1", "token")
+    control._client = httpx.Client(base_url="http://localhost:1", transport=httpx.MockTransport(answer))
+    control.attempt()
+    for ask in (control.plan, control.plan_forwards):
+        with pytest.raises(Refused, match="too slow") as refused:
+            ask({})
+        assert refused.value.code == Reason.PLANNING_TIMEOUT
+    assert timeouts == [timeout_s] * 2

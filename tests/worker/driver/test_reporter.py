@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import threading
 import time
@@ -14,6 +15,8 @@ import httpx
 import pytest
 import tenacity
 
+from tests.polling import until
+from worker.contract.reasons import Reason
 from worker.driver.control_plane_client import ControlPlane, Refused
 from worker.driver.reporter import Reporter
 
@@ -72,13 +75,6 @@ def reporter_for(port: int) -> Reporter:
     return unstarted(port).start()
 
 
-def wait_until(condition, limit_s=LIMIT_S):
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.01)
-
-
 def flushed_soon(reporter: Reporter, timeout_s: float = 3600.0) -> bool:
     """What a flush answers, by default one with all the time in the world, which it must do soon."""
     answers = []
@@ -101,6 +97,16 @@ def test_steps_arrive_once_and_in_order_before_the_state_that_follows_them(plane
     assert not any(r["steps"] for r in plane.reports[final + 1 :])
     assert plane.tokens == {"Bearer secret"}
     assert not reporter.cancelled.is_set() and not reporter.fenced.is_set()
+    reporter.close()
+
+
+def test_the_checkpoints_that_other_jobs_wait_for_are_those_of_the_last_answer(plane):
+    answers = [{"command": "continue", "wanted_checkpoints": [2, 6]}, {"command": "continue"}]
+    plane.answer = lambda body: (200, answers[0])
+    reporter = reporter_for(plane.port)
+    until(lambda: reporter.wanted_checkpoints == {2, 6})
+    answers.pop(0)
+    until(lambda: reporter.wanted_checkpoints == frozenset())
     reporter.close()
 
 
@@ -137,7 +143,7 @@ def test_a_server_error_is_tried_again_with_the_same_sequence_number(plane):
 def test_a_heartbeat_goes_out_with_nothing_to_say_and_hears_cancel(plane):
     plane.answer = lambda body: (200, {"command": "cancel"})
     reporter = reporter_for(plane.port)
-    wait_until(reporter.cancelled.is_set)
+    until(reporter.cancelled.is_set)
     assert plane.reports[0]["steps"] == []
     reporter.close()
 
@@ -145,7 +151,7 @@ def test_a_heartbeat_goes_out_with_nothing_to_say_and_hears_cancel(plane):
 def test_a_heartbeat_hears_that_the_attempt_is_to_save_and_end(plane):
     plane.answer = lambda body: (200, {"command": "stop"})
     reporter = reporter_for(plane.port)
-    wait_until(reporter.stop_requested.is_set)
+    until(reporter.stop_requested.is_set)
     assert not reporter.cancelled.is_set()
     reporter.close()
 
@@ -153,7 +159,7 @@ def test_a_heartbeat_hears_that_the_attempt_is_to_save_and_end(plane):
 def test_a_fenced_attempt_stops_reporting_and_does_not_wait_for_ever(plane):
     plane.answer = lambda body: (409, {"detail": "attempt 2 is the current one"})
     reporter = reporter_for(plane.port)
-    wait_until(reporter.fenced.is_set)
+    until(reporter.fenced.is_set)
     reporter.step({"step": 1})
     assert not flushed_soon(reporter)
     reporter.close()
@@ -325,7 +331,7 @@ def test_a_control_plane_that_takes_nothing_is_asked_less_and_less_often(answer,
     reporter = Reporter(Control(), heartbeat_s=2.0)
     reporter._wake = waits = Waits()
     reporter.start()
-    wait_until(lambda: len(waits.asked) >= 5)
+    until(lambda: len(waits.asked) >= 5)
     reporter.close()
     assert waits.asked[:5] == pauses
 
@@ -348,7 +354,7 @@ def test_what_has_no_words_is_dropped_and_the_rest_goes_out_at_once():
     reporter.checkpoint(1, "here")
     reporter.state("FAILED", reason="NAN_LOSS")
     reporter.start()
-    wait_until(lambda: taken)
+    until(lambda: taken)
     reporter.close()
     ((body, waited),) = taken
     assert (body["checkpoint"], body["state"]) == ({"step": 1, "uri": "here"}, "FAILED")
@@ -367,20 +373,28 @@ def test_while_the_control_plane_is_away_the_newest_timelines_are_kept_and_alway
     assert left(100_000, 100_000) == [0, 1] and left(1, 100_000, 100_000) == [1, 2]
 
 
-def test_an_absence_is_told_once_and_its_end_with_its_length(plane, caplog):
-    absent = [True]
-    plane.answer = lambda body: (503, {}) if absent[0] else (200, {"command": "continue"})
+def test_an_absence_is_told_once_and_its_end_with_its_length(plane, caplog, monkeypatch):
+    absent, refused, ahead_s = [True], [], [0.0]
+
+    def answer(body):
+        refused.append(body["sequence"])
+        return (503, {}) if absent[0] else (200, {"command": "continue"})
+
+    plane.answer = answer
+    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s[0], time=time.time)
+    monkeypatch.setattr("worker.driver.reporter.time", clock)
     with caplog.at_level(logging.INFO, logger="worker.driver.reporter"):
         reporter = reporter_for(plane.port)
-        wait_until(lambda: "control plane away" in caplog.text)
-        time.sleep(0.5)
+        until(lambda: "control plane away" in caplog.text)
+        until(lambda: len(refused) >= 3)
+        ahead_s[0] = 1000.0
         absent[0] = False
         assert reporter.flush(LIMIT_S)
-        wait_until(lambda: "control plane back" in caplog.text)
+        until(lambda: "control plane back" in caplog.text)
         reporter.close()
     assert caplog.text.count("control plane away") == caplog.text.count("control plane back") == 1
     seconds = float(re.search(r"control plane back after ([0-9.]+) s", caplog.text).group(1))
-    assert 0.4 <= seconds <= 2 * LIMIT_S
+    assert 1000.0 <= seconds <= 1000.0 + 2 * LIMIT_S
 
 
 def test_a_reporter_whose_thread_is_gone_keeps_nobody_waiting(plane):
@@ -459,4 +473,46 @@ def test_what_a_model_computes_is_told_once_and_waits_with_the_others(plane):
     assert [r["checkpoint"] for r in plane.reports if r["checkpoint"]] == [
         {"step": 4, "uri": "/runs/4", "stored_bytes": 123}
     ]
+    reporter.close()
+
+
+def test_nodes_that_ray_drains_are_told_once_and_those_at_fault_with_the_failure(plane):
+    reporter = reporter_for(plane.port)
+    reporter.draining({"id-1": 1700000000.0, "id-2": math.inf})
+    assert reporter.flush(LIMIT_S)
+    told = [report["draining"] for report in plane.reports if report["draining"] is not None]
+    assert told == [[{"node": "id-1", "until": 1700000000.0}, {"node": "id-2", "until": None}]]
+    reporter.state("FAILED", reason=Reason.NODE_LOST, message="gone", failed_nodes=("id-1",))
+    assert reporter.flush(LIMIT_S)
+    reporter.close()
+    assert (plane.reports[-1]["reason"], plane.reports[-1]["failed_nodes"]) == ("NODE_LOST", ["id-1"])
+
+
+def test_a_record_is_undelivered_until_the_control_plane_has_answered(plane):
+    """Also while its report is on its way: only the answer says that it arrived."""
+    arrived, answered = threading.Event(), threading.Event()
+
+    def answer(body):
+        arrived.set()
+        assert answered.wait(LIMIT_S)
+        return 200, {"command": "continue"}
+
+    plane.answer = answer
+    reporter = unstarted(plane.port)
+    reporter.step({"step": 1})
+    reporter.evaluation({"step": 1, "loss": 0.5, "metrics": {}})
+    reporter.start()
+    assert arrived.wait(LIMIT_S)
+    reporter.step({"step": 2})
+    reporter.step({"step": 3})
+    waiting = reporter.undelivered(2)
+    assert [step["step"] for step in waiting["steps"]] == [1, 2]
+    assert waiting["evaluations"] == [{"step": 1, "loss": 0.5, "metrics": {}}]
+    answered.set()
+    assert reporter.flush(LIMIT_S)
+    assert reporter.undelivered(3) == {"steps": [], "evaluations": []}
+    reporter.deliver_again(waiting, {"steps": 1, "evaluations": 1})
+    assert reporter.flush(LIMIT_S)
+    assert [s["step"] for r in plane.reports for s in r["steps"]] == [1, 2, 3, 2], "step 1 is recorded"
+    assert sum(len(r["evaluations"]) for r in plane.reports) == 1
     reporter.close()

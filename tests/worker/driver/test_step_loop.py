@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.polling import until
 from tests.worker.actor.test_actor import job
 from tests.worker.driver.fake_gang import FakeGang
 from tests.worker.workers import Workers
@@ -24,8 +26,13 @@ from worker.driver.checkpoints import Checkpoints
 from worker.driver.evaluation import Evaluations
 from worker.driver.gang import Mesh
 from worker.driver.limits import Limits
-from worker.driver.step_loop import DataEnd, StepLoop, StepPublisher
+from worker.driver.metrics import ModelFlops
+from worker.driver.reporter import LaunchPhases
+from worker.driver.step_loop import DataEnd, ProfiledSteps, StepLog, StepLoop, StepPublisher
+from worker.driver.step_measurement import StepMeasurement, StepScaling, StepUsage
 from worker.driver.stopping import GracefulStop, Interruption
+from worker.engine import engine
+from worker.engine.spot_check import ForwardCheck, Spot
 
 LIMIT_S = 60.0
 HERE = "127.0.0.1"
@@ -107,6 +114,12 @@ class Heard:
     def checkpoint(self, step, uri, stored_bytes=None):
         self.log.append(("saved", step))
 
+    def undelivered(self, step):
+        return {}
+
+    def deliver_again(self, records, recorded):
+        pass
+
     def event(self, kind, message):
         self.events.append((kind, message))
 
@@ -126,6 +139,7 @@ def train(
     log=None,
     profile_every_s=Limits().profile_every_s,
     beside=False,
+    launch=None,
 ):
     """Run the loop over all steps; what was heard. `beside`: checkpoints are written while training goes on."""
     log = [] if log is None else log
@@ -143,7 +157,9 @@ def train(
                 checkpoints=checkpoints,
                 evaluations=Evaluations(None, gang=gang, reporter=heard, metrics=heard),
                 data_end=DataEnd(Job.from_json(spec), gang=gang),
-                publisher=StepPublisher(heard, heard, profile_every_s=profile_every_s),
+                publisher=StepPublisher(
+                    heard, heard, profile_every_s=profile_every_s, step_log=StepLog(5), launch=launch
+                ),
                 interruption=Interruption(stop_requested=stopping),
             ).run(1, steps)
         except BaseException:
@@ -163,6 +179,14 @@ def places(log, steps):
     return {s: [log.index((what, s)) for what in ("ask run_step", "end run_step", "report")] for s in steps}
 
 
+def test_a_launch_is_over_with_the_first_step():
+    log = []
+    train(job(), 2, log=log, launch=LaunchPhases(lambda phase, _: log.append((phase, 0))))
+    (_, ended, reported) = places(log, [1])[1]
+    (over,) = [place for place, (what, _) in enumerate(log) if what == "first step"]
+    assert ended < over < reported
+
+
 def test_the_next_step_is_asked_for_before_one_is_reported_and_never_more_than_one():
     heard = train(job(), 6)
     found = places(heard.log, range(1, 7))
@@ -173,9 +197,10 @@ def test_the_next_step_is_asked_for_before_one_is_reported_and_never_more_than_o
     assert max(step for what, step in heard.log if what == "ask run_step") == 6
 
 
-def test_a_step_that_overflows_in_fp16_is_told_as_that_with_its_loss_scale():
+def test_a_step_that_overflows_in_fp16_is_told_as_that_with_its_loss_scale(monkeypatch):
+    monkeypatch.setattr("worker.engine.optim.grad_scaler.BACKOFF_FACTOR", 2.0**-30)
     spec = job()
-    scaling = {"init_scale": 2.0**40, "backoff_factor": 2.0**-30}
+    scaling = {"init_scale": 2.0**40}
     spec["training"] |= {"precision": "fp16", "loss_scaling": scaling}
     heard = train(spec, 3)
     told = "gradients overflowed in fp16 with loss scale"
@@ -184,14 +209,19 @@ def test_a_step_that_overflows_in_fp16_is_told_as_that_with_its_loss_scale():
     ]
 
 
+def test_a_forward_that_came_out_otherwise_when_it_was_computed_again_is_an_event(monkeypatch):
+    monkeypatch.setattr(ForwardCheck, "difference", lambda self: f"{self} differs")
+    monkeypatch.setattr(engine, "choose_spot", lambda *_: Spot(2, stage=1, microbatch=0))
+    heard = train(job(), 3)
+    told = "mesh m1, worker 0: the forward of stage s1, microbatch 0, of step 2 differs"
+    assert heard.events == [("forward_differs", told)]
+
+
 def late(save_shard, log):
     """A disk so slow that the step behind has ended, and been reported, before it is written to."""
 
     def save(uri, *, step, **arguments):
-        deadline = time.monotonic() + LIMIT_S
-        while step < 6 and ("report", step + 1) not in log:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        until(lambda: not (step < 6 and ("report", step + 1) not in log), limit_s=LIMIT_S)
         save_shard(uri, step=step, **arguments)
 
     return save
@@ -327,7 +357,76 @@ def test_times_and_slots_of_a_step_are_its_own():
         assert len(actions) == len(set(actions))
 
 
-@pytest.mark.parametrize(("every_s", "kept"), [(3600.0, [1, 2, 6]), (0.0, [1, 2, 3, 4, 5, 6])])
-def test_the_cold_step_a_warm_one_and_the_last_are_profiled_and_else_one_in_so_many_seconds(every_s, kept):
-    heard = train(job(), 6, profile_every_s=every_s)
-    assert [timeline["step"] for timeline in heard.timelines] == kept
+def test_slots_are_reported_of_the_profiled_steps():
+    heard = train(job(), 9, profile_every_s=0.0)
+    assert [timeline["step"] for timeline in heard.timelines] == [*range(1, 10)]
+    heard = train(job(), 3)
+    assert [timeline["step"] for timeline in heard.timelines] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("every_s", "kept"),
+    [
+        (30.0, [*range(6), 8, 12, 20, 36, 68, 128, 188, 199]),  # after 1, 2, 4, 8, 16, 30, 30 s
+        (1.5, [*range(6), 8, 11, 14, 17, 20, 22]),
+        (0.0, [*range(23)]),
+    ],
+)
+def test_the_first_steps_are_profiled_and_then_fewer_and_fewer_until_one_in_so_many_seconds(every_s, kept):
+    """Steps of half a second."""
+    step = 0
+    steps = ProfiledSteps(every_s, now=lambda: 100 + 0.5 * step)
+    found = []
+    for step in range(kept[-1] + 1):
+        if steps.includes_next(last=step == kept[-1]):
+            found.append(step)
+    assert found == kept
+
+
+def test_the_step_that_was_running_when_one_was_due_is_not_profiled_for_being_long():
+    ended_s = [*range(6), 5.5, 60.0, 60.5, 61.0, 61.5]
+    step = 0
+    steps = ProfiledSteps(30.0, now=lambda: ended_s[step])
+    found = []
+    for step in range(len(ended_s)):
+        if steps.includes_next(last=False):
+            found.append(step)
+    assert found == [*range(6), 8], "not the seventh, which took 54.5 s"
+
+
+def measured(step: int, seconds: float, *, tokens: int | None = 640) -> StepMeasurement:
+    report = {"step": step, "loss": 2.5, "metrics": {"accuracy": 0.25}, "step_s": seconds}
+    return StepMeasurement(
+        report | {"grad_norm": 1.5, "learning_rate": 3e-4},
+        {},
+        StepUsage(seconds, {}, 16, tokens),
+        StepScaling(None, False, False),
+    )
+
+
+def test_the_log_has_a_line_every_few_seconds_with_rates_of_the_steps_since_the_last(caplog):
+    """Steps of 2 s: 16 samples and 640 tokens in each, 500 FLOPs of 1000 a second; 90 steps are left after the 10th."""
+    clock = [0.0]
+    log = StepLog(100, ModelFlops(500, 1000.0), every_s=5.0, now=lambda: clock[0])
+    with caplog.at_level(logging.INFO, "worker.driver.step_loop"):
+        for step in range(1, 11):
+            clock[0] += 2.0
+            log.observe(measured(step, 2.0), first=step == 1, last=step == 10)
+    fields = "loss 2.5  accuracy 0.25  grad_norm 1.5  lr 0.0003"
+    assert [record.message for record in caplog.records] == [
+        f"step 1/100  {fields}  2 s",
+        f"step 4/100  {fields}  8 samples/s  320 tokens/s  mfu 25.0 %  0:03:12 left",
+        f"step 7/100  {fields}  8 samples/s  320 tokens/s  mfu 25.0 %  0:03:06 left",
+        f"step 10/100  {fields}  8 samples/s  320 tokens/s  mfu 25.0 %  0:03:00 left",
+    ]
+
+
+def test_the_log_leaves_out_what_is_not_known():
+    log = StepLog(3)
+    log.observe(measured(1, 2.0, tokens=None), first=True, last=False)
+    for value in ("grad_norm", "learning_rate", "loss"):
+        step = measured(2, 4.0, tokens=None)
+        step.report[value] = None
+        assert "None" not in log.line(step)
+    log.observe(measured(2, 4.0, tokens=None), first=False, last=False)
+    assert "tokens" not in log.line(measured(2, 4.0, tokens=None)) and "mfu" not in log.line(measured(2, 4.0))

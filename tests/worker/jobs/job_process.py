@@ -1,5 +1,7 @@
 """One worker of a planned job in a process of its own, as an actor is, without Ray: reads JSON, prints losses as JSON.
 
+It may save after a step (`save`: URI and step) or go on from a checkpoint (`restore`: its URI).
+
 On CUDA the processes take the GPUs of this machine in turn; where there are fewer, several share one.
 """
 
@@ -7,16 +9,19 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
+import time
 from collections import Counter
 from typing import Any
 
 import torch
 
-from worker.actor.assignment import make_assignments
+from worker.actor.assignment import LoadLimits, make_assignments
 from worker.contract.job import Job
 from worker.contract.planned import parse_planned_job
 from worker.engine.results import SlotLimits
+from worker.parallel.shard_spec import ShardSpec
 from worker.transport.base import topology_of
 from worker.verify.local_gang import InspectableWorker
 
@@ -31,8 +36,25 @@ def take_gpu(rank: int, workers: int) -> None:
     torch.cuda.set_device(rank % torch.cuda.device_count())
 
 
+def saved(worker: InspectableWorker, uri: str, step: int) -> dict[str, Any]:
+    """Save now: the seconds, on CUDA the bytes held before and at most meanwhile, and the most host memory so far."""
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    held, began = torch.cuda.memory_allocated() if cuda else None, time.monotonic()
+    worker.save(uri, step)
+    return {
+        "save_s": time.monotonic() - began,
+        "held_bytes": held,
+        "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
+        "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
 def trained(given: dict[str, Any]) -> dict[str, Any]:
-    """The losses of one worker, and the sum of the squares of its mesh's parameters."""
+    """The losses of one worker and whether each step was skipped, the sum of the squares of each of its parameters or
+    shards, and what a save took."""
     torch.set_num_threads(1)
     job, planned, mesh, index = (
         Job.from_json(given["job"]),
@@ -51,16 +73,29 @@ def trained(given: dict[str, Any]) -> dict[str, Any]:
         [(name, "127.0.0.1") for name in topology.meshes for _ in range(topology.workers(name))],
         tensors=job.tensors,
         store=("127.0.0.1", given["port"]),
-        connect_s=120.0,
-        slot_limits=SlotLimits(factor=20.0, floor_s=60.0),
+        limits=LoadLimits(120.0, 120.0, SlotLimits(factor=20.0, floor_s=60.0)),
     )
     worker.load(assignments[topology.rank(mesh, index)])
-    worker.warm_up(1)
-    losses = [worker.run_step(step).losses for step in range(1, given["steps"] + 1)]
-    state = worker.engine.state()["parameters"]
-    norm = torch.stack([tensor.double().square().sum().cpu() for tensor in state.values()]).sum()
+    done = worker.restore(given["restore"]) if given.get("restore") else 0
+    worker.warm_up(done + 1)
+    uri, last = given.get("save") or (None, None)
+    results, saving = [], None
+    for step in range(done + 1, given["steps"] + 1):
+        results.append(worker.run_step(step))
+        if step == last:
+            saving = saved(worker, uri, step)
+    spec_of = ShardSpec if worker.share is None else worker.share.shard_spec
+    squares = {
+        spec_of(name).description: tensor.double().square().sum().item()
+        for name, tensor in worker.engine.state()["parameters"].items()
+    }
     worker.close()
-    return {"losses": losses, "squares": norm.item()}
+    return {
+        "losses": [result.losses for result in results],
+        "skipped": [result.skipped for result in results],
+        "squares": squares,
+        "saved": saving,
+    }
 
 
 def main() -> None:

@@ -51,7 +51,12 @@ def train(folder: str, curve: str, kill_at: int, how: str) -> None:
         policy,
         "job",
         gang=_Gang(workers),
-        reporter=SimpleNamespace(event=lambda *_: None, checkpoint=lambda *_: None),
+        reporter=SimpleNamespace(
+            event=lambda *_: None,
+            checkpoint=lambda *_: None,
+            undelivered=lambda _: {},
+            deliver_again=lambda *_: None,
+        ),
         limit_s=60,
     )
     if how == "beside":

@@ -6,12 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.missing import needs_libraries
 from tests.worker.jobs import test_plain_modules as test_raw_models
 from tests.worker.workers import Workers
 from worker.model.factory import build_model
 
-pytest.importorskip("transformers")
-pytest.importorskip("peft")
+pytestmark = needs_libraries("transformers", "peft")
+
 
 LAYERS = {"everywhere": None, "first": [0], "last": [3]}
 
@@ -28,6 +29,7 @@ def spec_of(where):
     return spec
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", LAYERS)
 def test_adapters_train_as_in_a_plain_loop_and_nothing_else_moves(where):
     spec = spec_of(where)

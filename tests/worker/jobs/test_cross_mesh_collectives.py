@@ -10,11 +10,12 @@ import pytest
 from tests.worker.actor.test_actor import job
 from tests.worker.driver.fake_gang import SimpleGang
 from tests.worker.jobs.test_tensor_parallel_zero1 import BOTH, on
+from worker.benchmark.plan_request import update_with_collectives
 from worker.contract.costs import LinearCost, UpdateCosts
 from worker.contract.job import Job
 from worker.contract.profile import CollectiveCost, MeshCollectiveCosts, slowest_collective_cost
-from worker.driver.benchmarks import GangCollectiveCosts, measure_collective_costs
-from worker.tasks import profile
+from worker.driver.benchmarks import measure_collective_costs
+from worker.tasks.profile import LocalMeasurements
 from worker.transport.rendezvous import host_store
 from worker.verify.local_gang import make_workers
 
@@ -76,8 +77,8 @@ def test_a_plan_takes_gradients_from_one_and_matrices_from_the_other(monkeypatch
     reporter = SimpleNamespace(event=lambda *said: events.append(said))
     limits = SimpleNamespace(connect_s=1.0)
     sums = measure_collective_costs(read, gang, reporter=reporter, limits=limits)
-    assert sums == GangCollectiveCosts(answer.data, answer.tensor, ())
-    costs = sums.added_to(UpdateCosts(step=LinearCost(0.0, 0.0, 1e-6)), read, gang)
+    assert sums == answer
+    costs = update_with_collectives(read, UpdateCosts(step=LinearCost(0.0, 0.0, 1e-6)), sums)
     assert costs.shared == {"m0": 2, "m1": 2}, "two of four have the same part of a matrix"
     assert costs.collective_cost("m0") == LinearCost(2e-3, 0.0, 1 / 2e9)
     assert costs.step_cost("m0") == LinearCost(3e-3, 0.0, 1e-6 / 2 + 1 / 4e9)
@@ -88,7 +89,12 @@ def test_without_a_gang_each_mesh_is_taken_to_sum_what_its_own_workers_would():
     """Two of m0's four have the same part of a matrix, both of m1 all of it; those of m2 have the same samples."""
     read = Job.from_json(on([(2, 2, "optimizer"), (2, 1, "optimizer"), (1, 2, "optimizer")], job(stages=3)))
     network = {"latency_s": 1e-3, "bandwidth_bytes_per_s": 1e9}
-    costs = profile._with_gradient_collectives(read, UpdateCosts(), network, [])
+    measurements = LocalMeasurements(read, "cpu")
+    costs = update_with_collectives(read, UpdateCosts(), measurements.collectives(network))
+    assert [note.partition(" are ")[0] for note in measurements.notes[1:]] == [
+        "sums over the workers of a tensor-parallel group",
+        "sums of gradients over the workers of a mesh",
+    ]
     assert (costs.shared, costs.alone) == ({"m0": 2, "m1": 2}, ("m2",))
     assert costs.collective_cost("m2") is None
     assert costs.collective_cost("m0") == costs.collective_cost("m1") == LinearCost(1e-3, 0.0, 1 / 2e9)

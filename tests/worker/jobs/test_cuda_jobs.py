@@ -48,6 +48,7 @@ def check_orders(workers: CudaWorkers) -> None:
         assert all(order == orders[0] for order in orders) and len(orders) > 1, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_of_a_plain_loop_and_no_stream_races(case, monkeypatch, tmp_path):
     """Clipping, tied weights, skips; a checkpoint in the middle, which gathers between two steps."""
@@ -63,6 +64,7 @@ def test_losses_are_those_of_a_plain_loop_and_no_stream_races(case, monkeypatch,
         assert all(device.operations > 500 for device in workers.watched.devices.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tensor 2", "1 to 2 workers"])
 def test_losses_are_the_same_in_whatever_order_streams_go_on(layout, monkeypatch):
     """Streams are threads that pause at random. Meshes of tensor 2 have nodes of their own: each tensor crosses once."""
@@ -89,6 +91,7 @@ def counted_by_tokens():
     return spec
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec", [counted_by_tokens, lambda: test_sync_batch_norm_jobs.spec_of(2)], ids=["tokens", "batch norms"]
 )
@@ -100,6 +103,7 @@ def test_sums_of_tokens_and_of_batch_norms_meet_buckets_in_one_order(spec, monke
         check_orders(workers)
 
 
+@pytest.mark.slow
 def test_a_sum_inside_an_action_that_stalls_names_the_worker_that_has_not_come(monkeypatch):
     monkeypatch.setattr("worker.verify.local_gang._SLOT_LIMITS", SlotLimits(factor=1.0, floor_s=3.0))
     with CudaWorkers(monkeypatch, on([(1, 2)], job(stages=1)), threads=True) as workers:
@@ -112,6 +116,7 @@ def test_a_sum_inside_an_action_that_stalls_names_the_worker_that_has_not_come(m
     assert "it waits for m0/1; m0/1 has said nothing" in str(stalled.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", ["none", "optimizer"])
 def test_copies_of_what_is_whole_stay_one_where_workers_round_differently(shard, monkeypatch):
     """As on CUDA, where additions by atomics have no order: here a worker's own gradients are off by a little."""

@@ -25,7 +25,7 @@ from worker.contract.reasons import Reason
 from worker.data.sampler import BatchSampler
 from worker.model.factory import build_model
 
-README = (Path(__file__).parents[3] / "worker" / "README.md").read_text()
+README = (Path(__file__).parents[3] / "worker" / "data" / "README.md").read_text()
 LENGTH = 19
 """Samples of the streams: the batch of 8 divides neither one epoch nor two."""
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from tests.worker.at_once import at_once
 from tests.worker.transport.fake_nccl import FakeNccl
-from worker.actor.evaluation import Evaluator
+from worker.actor.evaluation import take_buffers_of_first
+from worker.parallel.collectives import Collectives
 from worker.parallel.process_groups import reduce_groups
 from worker.transport.base import Topology
 from worker.transport.gloo import GlooTransport
-from worker.transport.nccl import NcclTransport
+from worker.transport.nccl import NcclLibrary, NcclTransport
 from worker.transport.rendezvous import host_store
 
 
@@ -42,19 +41,15 @@ def test_every_worker_has_the_buffers_of_the_first(kind, monkeypatch):
     found = {worker: buffers(worker) for worker in range(2)}
 
     def run(worker, mine):
-        where = {"mesh": "m0", "worker": worker, "store_host": "127.0.0.1", "store_port": store.port}
+        where = {"mesh": "m0", "worker": worker, "store": ("127.0.0.1", store.port)}
         transport = (
             GlooTransport(topology, host="127.0.0.1", **where)
             if kind == "gloo"
-            else NcclTransport(
-                topology, nccl=nccl, torch_version=(2, 28, 9), stream_pointer=lambda: 7, **where
-            )
+            else NcclTransport(topology, library=NcclLibrary(nccl, (2, 28, 9), lambda: 7), **where)
         )
-        transport.connect(reduce_groups(topology, {}, ()), ())
-        evaluator = object.__new__(Evaluator)
-        evaluator._transport, evaluator._tensor, evaluator._device = transport, 1, "cpu"
-        evaluator._stages = SimpleNamespace(begin=lambda: mine)
-        evaluator._begin()
+        collectives = Collectives(transport, reduce_groups(topology, {}, ()))
+        collectives.connect(())
+        take_buffers_of_first(mine, collectives, 1)
         transport.close()
 
     at_once(found, run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.worker.actor.test_actor import job, plain
+from tests.worker.cached import traced_once  # noqa: F401 (used by every test)
 from tests.worker.jobs.test_heterogeneous_meshes import LOSSES, unet
 from tests.worker.jobs.test_tensor_parallel import on
 from tests.worker.workers import Workers
@@ -25,6 +26,7 @@ def losses_of(layouts, spec, steps, uri, save=None):
         return found, workers.planned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout", "then"),
     [
@@ -47,6 +49,7 @@ def test_losses_are_those_of_a_plain_loop_and_go_on_from_a_checkpoint_on_other_l
     assert found == pytest.approx(expected[2:], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_an_evaluation_between_such_meshes_is_that_of_whole_matrices():
     """With dropout, which an evaluation has none of; training goes on as without."""
     spec = job()

@@ -23,6 +23,7 @@ def curve(folder: Path) -> list[list[float]]:
     return list(map(json.loads, (folder / "curve").read_text().splitlines()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["waiting", "beside"])
 def test_ten_kills_within_a_save_change_no_loss_and_no_parameter(tmp_path, how):
     """`beside`: the two workers write copies on threads of their own, and train on until the next save is due."""

@@ -15,7 +15,7 @@ from worker.contract.failures import AttemptFailure
 from worker.contract.job import Factory
 from worker.contract.reasons import Reason
 from worker.data.sampler import BatchSampler, collate
-from worker.driver.step_record import mean_metrics
+from worker.driver.step_measurement import mean_metrics
 from worker.model.factory import build_model, call_factory
 
 

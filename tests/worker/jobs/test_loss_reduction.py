@@ -7,6 +7,7 @@ import torch
 from pydantic import ValidationError
 
 from service.spec.job import JobSpec
+from tests.tiers import some_by_day
 from tests.worker.actor.test_actor import job
 from tests.worker.workers import Workers
 from worker.data.sampler import BatchSampler
@@ -55,7 +56,7 @@ def whole_batch_losses(spec, steps):
     return found
 
 
-@pytest.mark.parametrize("layout", [{}, {"workers_per_mesh": 2}, {"stages": 1, "meshes": 1}], ids=str)
+@some_by_day("layout", [{}, {"workers_per_mesh": 2}, {"stages": 1, "meshes": 1}], by_day=2, ids=str)
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_microbatches_of_unequal_tokens_train_as_the_whole_batch(layout, recompute):
     spec = spec_of(**layout)

@@ -18,7 +18,7 @@ from worker.actor.loss import takes_inputs
 from worker.contract.failures import AttemptFailure
 from worker.contract.job import Factory
 from worker.data.sampler import BatchSampler, collate
-from worker.driver.step_record import mean_metrics
+from worker.driver.step_measurement import mean_metrics
 from worker.model.factory import build_model
 from worker.model.pytree import Targets
 
@@ -269,14 +269,17 @@ def test_tokens_of_several_targets_cannot_be_counted():
         run.step(1)
 
 
-def test_an_evaluation_has_the_loss_of_all_outputs_also_where_the_model_returns_others_then():
-    spec = spec_of("dataclass", "dict", "either", stages=2, meshes=2)
+@pytest.mark.parametrize(("meshes", "bandwidth"), [(2, 1e9), (2, None), (1, None)], ids=str)
+def test_an_evaluation_has_the_loss_of_all_outputs_also_where_the_model_returns_others_then(
+    meshes, bandwidth
+):
+    spec = spec_of("dataclass", "dict", "either", stages=2, meshes=meshes)
     spec["model"]["args"]["eval_early"] = False
     spec["evaluation"] = {"every_steps": 1, "data": spec["data"]}
     model = build_model(spec["model"]["factory"], spec["model"]["args"], seed=spec["training"]["seed"])
     x, target = _batch([Rows()[index] for index in range(24)])
     expected = float(either(model.eval()(x), target))
-    with Workers(spec) as run:
+    with Workers(spec, bandwidth_bytes_per_s=bandwidth) as run:
         assert run.evaluate().loss == pytest.approx(expected, rel=1e-5)
 
 

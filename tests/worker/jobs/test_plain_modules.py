@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.tiers import some_by_day
 from tests.worker.actor.test_actor import job
 from tests.worker.workers import Workers
 from worker.data.sampler import BatchSampler
@@ -95,8 +96,8 @@ def plain_losses(spec, steps, loss_of):
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "stages", "schedule"), [*((name, 2, "1f1b") for name in MODELS), ("gpt2", 4, "auto")]
+@some_by_day(
+    ("name", "stages", "schedule"), [*((name, 2, "1f1b") for name in MODELS), ("gpt2", 4, "auto")], by_day=2
 )
 def test_a_raw_model_trains_by_its_own_loss_as_in_a_plain_loop(name, stages, schedule):
     pytest.importorskip("transformers")

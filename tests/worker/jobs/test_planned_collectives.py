@@ -15,17 +15,17 @@ from tests.worker.workers import Workers
 from worker.benchmark import optimizer_step
 from worker.benchmark.layer_costs import measure_layers
 from worker.benchmark.optimizer_step import measure_update
+from worker.benchmark.plan_request import update_with_collectives
 from worker.contract.costs import LinearCost, UpdateCosts, mesh_update
 from worker.contract.job import Job, LossScaling
-from worker.contract.profile import CollectiveCost, LayerCost, LayerProfile
-from worker.driver.benchmarks import GangCollectiveCosts
+from worker.contract.profile import CollectiveCost, LayerCost, LayerProfile, MeshCollectiveCosts
 from worker.engine.optim.reduce_and_step import ModelUpdate
 from worker.model.export import trace
 from worker.parallel import sync_batch_norm
 from worker.parallel.tensor.graph_collectives import TensorGroup
 from worker.parallel.tensor.placement import Split
 from worker.parallel.tensor.shards import TensorParallelShards
-from worker.tasks import profile as tasks_profile
+from worker.tasks.profile import LocalMeasurements
 
 MIB = 1 << 20
 
@@ -79,19 +79,16 @@ def test_frozen_parameters_are_not_agreed_on():
 
 def test_a_driver_and_a_profiler_tell_which_meshes_agree_and_what_that_takes():
     read = Job.from_json(on([(1, 2), (2, 1)], job()))
-    meshes = [type("Mesh", (), {"name": f"m{k}", "workers": [None] * 2}) for k in range(2)]
-    gang = type("Gang", (), {"meshes": meshes})
-    sums = GangCollectiveCosts(
-        CollectiveCost(REDUCE, SCATTER, GATHER), CollectiveCost((7e-3, 7e9)), single_replica_meshes=("m0",)
-    )
-    costs = sums.added_to(UpdateCosts(), read, gang)
+    sums = MeshCollectiveCosts(CollectiveCost(REDUCE, SCATTER, GATHER), CollectiveCost((7e-3, 7e9)))
+    costs = update_with_collectives(read, UpdateCosts(), sums)
     assert (costs.agree, costs.tensor) == (LinearCost(7e-3, 0.0, 1 / 7e9), {"m0": 2})
-    only = GangCollectiveCosts(
-        None, CollectiveCost((7e-3, 7e9)), single_replica_meshes=("m0", "m1")
-    ).added_to(UpdateCosts(), read, gang)
+    assert costs.alone == ("m0",)
+    only = update_with_collectives(read, UpdateCosts(), MeshCollectiveCosts(tensor=sums.tensor))
     assert only.tensor == {"m0": 2}, "where nothing else is summed"
     network = {"latency_s": 1e-3, "bandwidth_bytes_per_s": 1e9}
-    assumed = tasks_profile._with_gradient_collectives(read, UpdateCosts(), network, [])
+    assumed = update_with_collectives(
+        read, UpdateCosts(), LocalMeasurements(read, "cpu").collectives(network)
+    )
     assert (assumed.agree, assumed.tensor) == (LinearCost(1e-3, 0.0, 1 / 1e9), {"m0": 2})
 
 

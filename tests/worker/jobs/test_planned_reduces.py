@@ -8,7 +8,7 @@ import pytest
 
 from tests.worker.actor.test_actor import job, plain
 from tests.worker.jobs.test_tensor_parallel_zero1 import BOTH, on
-from tests.worker.local_gang import planned_by_the_driver
+from tests.worker.planning_gang import planned_by_the_driver
 from worker.contract import buckets
 from worker.contract.buckets import REDUCE_LANE, is_bucket
 from worker.contract.program import program_from_json
@@ -27,6 +27,7 @@ def key(stage, slot):
     return slot["lane"], slot["action"], stage, slot["microbatch"], slot.get("edge")
 
 
+@pytest.mark.slow
 def test_sums_of_shared_matrices_and_states_are_planned_as_measured_and_run_as_planned(monkeypatch):
     """On 2 meshes of {data 2, tensor 2}, over gloo: reduce-scatters as slots of their own, several a stage."""
     monkeypatch.setattr(buckets.with_buckets, "__defaults__", (LIMIT_BYTES,))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.worker.actor.test_actor import job
 from tests.worker.layouts import LAYOUTS, resumed, trained
 
 
+@pytest.mark.slow
 def test_the_step_behind_a_checkpoint_is_the_same_on_other_stages_meshes_and_workers(tmp_path):
     """Bit for bit between layouts whose workers compute the same rows, else to rounding. Weights that are tied would be
     summed in an order that the plan chooses, where one mesh has both ends."""

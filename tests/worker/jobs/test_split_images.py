@@ -107,6 +107,7 @@ def plain_losses(spec, steps):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["blocks", "UNet2DModel"])
 def test_an_image_model_with_group_norms_trains_in_split_backwards_as_in_a_plain_loop(kind):
     model = {"factory": f"{__name__}:small_denoiser"}

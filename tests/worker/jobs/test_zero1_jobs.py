@@ -7,6 +7,7 @@ import torch
 
 from service.spec.job import JobSpec
 from tests.worker.actor.test_actor import job, plain
+from tests.worker.cached import traced_once  # noqa: F401 (used by every test)
 from tests.worker.jobs.test_heterogeneous_meshes import LOSSES, unet
 from tests.worker.workers import Workers
 from worker.checkpoint import format as checkpoint_format
@@ -22,6 +23,7 @@ def on(entries, spec):
 SHARED, WHOLE = {"workers": 2, "shard": "optimizer"}, {"workers": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_of_meshes_that_share_an_optimizer_are_those_of_a_plain_loop_and_go_on_elsewhere(
     name, tmp_path
@@ -86,6 +88,7 @@ def test_an_optimizer_that_cannot_be_shared_is_refused_before_anything_is_planne
         Workers(given)
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_that_of_meshes_that_share_nothing():
     evaluation = {"data": {"factory": "worker.examples.text:ByteWindows", "args": {"length": 8}}, "steps": 1}
     found = []

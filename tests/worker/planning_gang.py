@@ -10,9 +10,10 @@ from typing import Any
 
 from tests.worker.driver.fake_gang import FakeGang
 from tests.worker.workers import plan_of
-from worker.actor.device import WorkerAddress
+from worker.actor.node import WorkerAddress
 from worker.contract.job import Job
 from worker.contract.planned import PlannedJob
+from worker.driver.benchmarks import GangMeasurements
 from worker.driver.limits import Limits
 from worker.driver.planning import Planner
 from worker.verify.local_gang import InspectableWorker, make_workers
@@ -51,7 +52,7 @@ class _Remote:
         return SimpleNamespace(remote=remote)
 
 
-class LocalGang(FakeGang):
+class PlanningGang(FakeGang):
     """What a Planner asks of a gang."""
 
     def __init__(self, job: Job):
@@ -119,15 +120,12 @@ def planned_by_the_driver(
 ) -> tuple[list[InspectableWorker], PlannedJob, _Control]:
     """The workers of a job, its plan, and what was asked for and answered: all of the driver's way to it, measured here."""
     monkeypatch.setattr("worker.driver.benchmarks.own_node_address", lambda: HERE)
-    gang, control = LocalGang(Job.from_json(job)), _Control(job, changed)
-    planner = Planner(
-        control=control,
-        reporter=SimpleNamespace(event=lambda *_: None),
-        gang=gang,
-        device="cpu",
-        limits=Limits(),
-        job=Job.from_json(job),
+    gang, control = PlanningGang(Job.from_json(job)), _Control(job, changed)
+    read, reporter = Job.from_json(job), SimpleNamespace(event=lambda *_: None)
+    measurements = GangMeasurements(
+        read, gang, control=control, reporter=reporter, device="cpu", limits=Limits()
     )
+    planner = Planner(read, measurements, control=control, reporter=reporter)
     return gang.own, planner.plan(), control
 
 

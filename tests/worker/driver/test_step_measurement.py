@@ -7,7 +7,7 @@ import pytest
 from worker.actor.step_result import WorkerStep
 from worker.actor.telemetry import GpuUsage
 from worker.contract.program import MeasuredSlot
-from worker.driver.step_record import ClockOffset, record_step
+from worker.driver.step_measurement import ClockOffset, measure_step
 
 
 def slot(lane, action, start, end, stage=0, **fields):
@@ -34,9 +34,9 @@ def test_a_step_of_two_meshes_of_two_workers_on_clocks_of_their_own():
         slot("compute", "STEP", 1016.0, 1099.0, None, microbatch=None),
     ]
     usage = GpuUsage(0.5, 1, 2)
-    record = record_step(
+    record = measure_step(
         step=7,
-        meshes=["m0", "m1"],
+        workers={"m0": 2, "m1": 2},
         stage_names=["front", "back"],
         results=[
             result(first, peak_memory_bytes=5),
@@ -44,7 +44,6 @@ def test_a_step_of_two_meshes_of_two_workers_on_clocks_of_their_own():
             result(second, [1.0, 2.0], metrics={"a": [1.0, 4.0]}, grad_norm=0.5, learning_rate=0.01),
             result([], [3.0, 6.0], metrics={"a": [2.0, 3.0]}, grad_norm=0.5, learning_rate=0.01),
         ],
-        sizes=[2, 2],
         offsets=[ClockOffset(0.0, 0.0)] * 2 + [ClockOffset(1000.0, 0.001), ClockOffset(5.0, 0.002)],
         step_s=7.0,
         clock=(1_700_000_000.0, 9.0),

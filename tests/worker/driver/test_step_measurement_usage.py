@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from worker.contract.timeline import summarise
-from worker.driver.step_record import IDLE_REASONS, step_usage
-from worker.driver.trainer import LaunchPhases
+from worker.driver.reporter import LaunchPhases
+from worker.driver.step_measurement import IDLE_REASONS, step_usage
 
 
 def slot(mesh, lane, action, start_s, end_s):
@@ -63,3 +63,12 @@ def test_phases_of_a_start_follow_each_other_without_a_gap():
     launch.end_phase("place")
     launch.end_phase("plan")
     assert told == [("place", 1.5), ("plan", 3.5)]
+
+
+def test_a_phase_within_another_is_counted_once():
+    times, told = iter([10.0, 11.0, 15.0, 18.0]), []
+    launch = LaunchPhases(lambda phase, seconds: told.append((phase, seconds)), now=lambda: next(times))
+    with launch.within("trace"):
+        pass
+    launch.end_phase("profile")
+    assert told == [("trace", 4.0), ("profile", 4.0)]

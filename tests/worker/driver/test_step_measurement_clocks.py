@@ -5,7 +5,7 @@ import random
 import pytest
 
 from worker.contract.program import MeasuredSlot
-from worker.driver.step_record import align_transfers, estimate_clock_offset, to_driver_clock
+from worker.driver.step_measurement import align_transfers, estimate_clock_offset, to_driver_clock
 
 
 def slot(action, start, end, **fields):

@@ -1,7 +1,8 @@
-"""Combines the workers' results of one step into its report, timeline, accelerator usage and loss-scale state.
+"""Measures one step from its workers' results: report, timeline, accelerator usage and loss-scale state.
 
-Pure: values in, values out; no Ray, no transports, no torch. Slots of all workers are brought to the driver's clock
-by offsets with a stated uncertainty (Cristian 1989).
+Pure: values in, values out; no Ray, no transports, no torch. The lanes of the engine (worker/engine/lanes) time each
+slot; here the slots of all workers are brought to the driver's clock by offsets with a stated uncertainty
+(Cristian 1989).
 Idle time of a mesh is: before its first action (fill), behind its last until all meshes have ended (drain), within it
 while a transfer of its own runs (exposed transfer) or none does (waits), and behind the makespan what is neither
 REDUCE nor STEP (between steps).
@@ -9,20 +10,17 @@ REDUCE nor STEP (between steps).
 
 from __future__ import annotations
 
-import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from worker.actor.step_result import EvaluatedBatch, WorkerStep
+from worker.actor.step_result import WorkerStep
 from worker.contract.failures import AttemptFailure
 from worker.contract.program import FINAL_OPS, SEND_OPS, MeasuredSlot
 from worker.contract.reasons import Reason
 from worker.contract.timeline import Interval, TimelineSummary, merge_intervals, overlap_s, summarise
-
-LOSS_METRIC = "loss"
 
 
 def mean_metrics(results: Sequence[WorkerStep]) -> dict[str, float]:
@@ -32,44 +30,14 @@ def mean_metrics(results: Sequence[WorkerStep]) -> dict[str, float]:
     """
     metrics_of = [result.metrics for result in results if result.losses]
     means = {}
-    for name in _metric_names(metrics_of):
+    for name in metric_names(metrics_of):
         values = [value for metrics in metrics_of for value in metrics[name]]
         means[name] = sum(values) / len(values)
     return means
 
 
-@dataclass(frozen=True)
-class EvaluationResult:
-    """The loss and the metrics of an evaluation: NaN where nothing counted."""
-
-    loss: float
-    metrics: dict[str, float]
-
-    def value(self, metric: str) -> float | None:
-        """The value of a metric by name, or of the loss; None where there is no such metric."""
-        return self.loss if metric == LOSS_METRIC else self.metrics.get(metric)
-
-
-def combine_batches(results: Sequence[EvaluatedBatch]) -> EvaluationResult:
-    """The means over all microbatches of all workers and batches, weighted. Microbatches of weight 0 are left out, also
-    where they are not finite."""
-    counted = [result for result in results if result.losses]
-    weights = [weight for result in counted for weight in result.weights]
-    total = sum(weights)
-
-    def mean(values: Iterable[float]) -> float:
-        weighted = (w * value for w, value in zip(weights, values, strict=True) if w > 0)
-        return sum(weighted) / total if total else math.nan
-
-    names = _metric_names([result.metrics for result in counted])
-    return EvaluationResult(
-        loss=mean(value for result in counted for value in result.losses),
-        metrics={name: mean(value for result in counted for value in result.metrics[name]) for name in names},
-    )
-
-
-def _metric_names(metrics_of: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names of the metrics; AttemptFailure USER_CODE_RAISED where workers have different ones."""
+def metric_names(metrics_of: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of the metrics of all workers; raises AttemptFailure USER_CODE_RAISED where they differ."""
     for metrics in metrics_of[1:]:
         if metrics.keys() != metrics_of[0].keys():
             names = [", ".join(sorted(entry)) or "none" for entry in (metrics_of[0], metrics)]
@@ -212,41 +180,43 @@ def step_usage(
 
 
 @dataclass(frozen=True)
-class StepRecord:
+class StepMeasurement:
     """`report` is a `steps` item, `timeline` a `timelines` item of a report to the control plane; `usage`, `scaling` and
-    `gpus`, by mesh and worker and only where they were read after this step, are for Prometheus."""
+    `gpus`, by mesh and worker and only where they were read after this step, are for Prometheus. `differences`:
+    forwards that came out otherwise when they were computed again."""
 
     report: dict[str, Any]
     timeline: dict[str, Any]
     usage: StepUsage
     scaling: StepScaling
     gpus: Mapping[tuple[str, int], Any] = field(default_factory=dict)
+    differences: Sequence[str] = ()
 
 
-def record_step(
+def measure_step(
     *,
     step: int,
-    meshes: Sequence[str],
+    workers: Mapping[str, int],
     stage_names: Sequence[str],
     results: Sequence[WorkerStep],
-    sizes: Sequence[int],
     offsets: Sequence[ClockOffset],
     step_s: float,
     clock: tuple[float, float],
     samples: int = 0,
-) -> StepRecord:
-    """The record of one step from the results of all workers.
+) -> StepMeasurement:
+    """The measurement of one step from the results of all workers.
 
-    `results` and `offsets` come mesh by mesh, the workers of a mesh (`sizes`) beside each other; worker 0 of a
-    mesh lends it its slots. `clock` is one instant in Unix and in the driver's monotonic seconds.
+    `workers` has the size of each mesh; `results` and `offsets` come mesh by mesh in the same order, the workers of a
+    mesh beside each other; worker 0 of a mesh lends it its slots. `clock` is one instant in Unix and in the driver's
+    monotonic seconds.
     The loss (and each metric) is the mean over microbatches and workers, the peak of a mesh's memory that of its worker with
     the most; times are relative to the first slot's start.
     """
-    firsts = [sum(sizes[:i]) for i in range(len(meshes))]
-    measured = {
-        mesh: to_driver_clock(results[first].slots, offsets[first])
-        for mesh, first in zip(meshes, firsts, strict=True)
-    }
+    ranks, first = {}, 0
+    for mesh, size in workers.items():
+        ranks[mesh] = range(first, first + size)
+        first += size
+    measured = {mesh: to_driver_clock(results[own[0]].slots, offsets[own[0]]) for mesh, own in ranks.items()}
     slots = [
         _slot_json(mesh, slot, stage_names)
         for mesh, mesh_slots in align_transfers(measured).items()
@@ -261,7 +231,7 @@ def record_step(
     length = _first_known(result.tokens_per_sample for result in results)
     unix, monotonic = clock
     started_at = unix + (start - monotonic)
-    return StepRecord(
+    return StepMeasurement(
         report={
             "step": step,
             "loss": sum(losses) / len(losses) if losses else None,
@@ -275,8 +245,7 @@ def record_step(
             "learning_rate": _first_known(result.learning_rate for result in results),
             "started_at": started_at,
             "peak_memory_bytes": {
-                mesh: max(result.peak_memory_bytes for result in results[first : first + size])
-                for mesh, first, size in zip(meshes, firsts, sizes, strict=True)
+                mesh: max(results[rank].peak_memory_bytes for rank in own) for mesh, own in ranks.items()
             },
         },
         timeline={
@@ -289,17 +258,23 @@ def record_step(
             slots,
             summary,
             step_s=step_s,
-            workers=dict(zip(meshes, sizes, strict=True)),
+            workers=workers,
             samples=samples,
             tokens=None if length is None else samples * length,
         ),
         scaling=step_scaling(results),
         gpus={
-            (mesh, worker): result.gpu
-            for mesh, first, size in zip(meshes, firsts, sizes, strict=True)
-            for worker, result in enumerate(results[first : first + size])
-            if result.gpu is not None
+            (mesh, worker): results[rank].gpu
+            for mesh, own in ranks.items()
+            for worker, rank in enumerate(own)
+            if results[rank].gpu is not None
         },
+        differences=[
+            f"mesh {mesh}, worker {worker}: {difference}"
+            for mesh, own in ranks.items()
+            for worker, rank in enumerate(own)
+            if (difference := results[rank].difference) is not None
+        ],
     )
 
 

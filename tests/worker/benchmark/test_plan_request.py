@@ -1,0 +1,94 @@
+"""The request for a plan: the slowest profile of each kind of mesh, as the control plane reads it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from service.schemas.drivers import PlanRequest
+from tests.worker.driver.fake_gang import SimpleGang
+from tests.worker.driver.test_planning import JOB
+from worker.benchmark.links import network_spec
+from worker.benchmark.plan_request import plan_request
+from worker.contract.costs import UpdateCosts
+from worker.contract.profile import (
+    CollectiveCost,
+    LayerCost,
+    LayerProfile,
+    MeshCollectiveCosts,
+    OptimizerState,
+)
+from worker.driver.benchmarks import GangMeasurements
+from worker.driver.limits import Limits
+
+KINDS = ((2, 2), (2, 1))
+COUNT = JOB.training.microbatches
+
+
+def _profile(seconds: float) -> LayerProfile:
+    sums = (("forward_s", "reduce", 1, 0),)
+    layer = LayerCost("l0", seconds, seconds, seconds, 10, 0, 4, sums=sums)
+    return LayerProfile((layer,), (), "cpu", "", {})
+
+
+class Known(GangMeasurements):
+    """Of a gang whose layers are measured, the rest given."""
+
+    def memory_bytes(self):
+        return {"m0": 100, "m1": 200}
+
+    def optimizer_state(self):
+        return OptimizerState(2.0, 4)
+
+    def profile(self, microbatches):
+        return self.profiles["b"]
+
+    def network(self, *, loops, skips):
+        return network_spec([], [], {"m0": "n", "m1": "n"}, loops=loops, skips=skips)
+
+    def collectives(self, network):
+        return MeshCollectiveCosts(tensor=CollectiveCost((0.5, 1e9)))
+
+    def update_costs(self):
+        return UpdateCosts()
+
+    def action_s(self):
+        return 0.25
+
+    def workers(self):
+        return [{"mesh": "m0", "worker": 0, "node": "n", "device": "cpu", "cores": None}]
+
+
+def known(kinds) -> tuple:
+    """A job with a mesh of each of `kinds`, and its measurements."""
+    sizes, tensors = zip(*kinds, strict=True)
+    resources = replace(JOB.resources, meshes=len(kinds), workers=sizes, tensors=tensors)
+    job = replace(JOB, resources=resources)
+    made = Known(job, SimpleGang(), control=None, reporter=None, device="cpu", limits=Limits())
+    made.profiles = {"a": _profile(1.0), "b": _profile(3.0), "c": _profile(2.0)}
+    made.keys = [{COUNT: key} for key in "ccab"]
+    return job, made
+
+
+def test_each_kind_of_mesh_has_the_profile_of_its_slowest_worker():
+    """Kinds are the workers of a mesh and its tensor-parallel size."""
+    request = plan_request(*known(KINDS))
+    read = PlanRequest.model_validate_json(json.dumps(request))
+    assert [
+        (one.microbatches, one.workers, one.tensor, one.profile["layers"][0]["forward_s"])
+        for one in read.mesh_profiles
+    ] == [(COUNT, 2, 1, 3.5), (COUNT, 2, 2, 2.5)]
+    assert request["update"]["tensor"] == {"m0": 2}
+    assert request["memory"] == [{"mesh": "m0", "memory_bytes": 100}, {"mesh": "m1", "memory_bytes": 200}]
+
+
+def test_a_uniform_job_needs_no_profiles_of_its_meshes():
+    job, measurements = known(KINDS)
+    job = replace(job, resources=replace(job.resources, workers=None, tensors=None))
+    request = plan_request(job, measurements)
+    assert "mesh_profiles" not in request
+    assert request["microbatches"] == COUNT and request["profile"]["layers"][0]["forward_s"] == pytest.approx(
+        3.5
+    )

@@ -1,0 +1,336 @@
+"""Gangs on a Ray cluster of several nodes: where meshes are placed, and what is said when a node is gone."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+
+import pytest
+import ray
+from ray._raylet import GcsClient
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+
+from service.jobs.drivers import make_placement
+from service.schemas.drivers import PlacedMesh, PlacementRequest
+from service.spec.states import NodeMark, NodeState
+from tests.worker.actor.test_actor import job
+from tests.worker.driver.control_plane import ControlPlane
+from tests.worker.driver.resident import AS_OTHERS, Resident
+from tests.worker.workers import placement_of
+from worker.actor import node as node_module
+from worker.actor.node import ClusterNode, WorkerAddress, cluster_nodes, lost_nodes, offered_nodes
+from worker.contract.failures import AttemptFailure
+from worker.contract.reasons import Reason
+from worker.driver import gang as gang_module
+from worker.driver.gang import Gang, Phase, placement_text
+from worker.driver.limits import Limits
+from worker.driver.stopping import Interruption
+
+LIMIT_S = 60.0
+_PREEMPTION = 2  # DrainNodeReason of Ray's autoscaler.proto
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Nodes of 3, 3 and 2 slots, none on the head."""
+    cluster = Cluster()
+    cluster.add_node(num_cpus=1, include_dashboard=False, _system_config=AS_OTHERS)
+    for slots in (3, 3, 2):
+        cluster.add_node(num_cpus=1, resources={"slotline_worker": slots})
+    ray.init(cluster.address, log_to_driver=False)
+    cluster.wait_for_nodes()
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def ask_for(sizes, tensor=1):
+    """A placer as the driver has it, without HTTP."""
+    meshes = [{"workers": size, "tensor": tensor} for size in sizes]
+    return lambda nodes: placement_of({"nodes": nodes, "meshes": meshes})
+
+
+def make_gang(sizes, place, start_s=60.0, **given) -> Gang:
+    limits = Limits(start_s=start_s)
+    return Gang(sizes=sizes, device="cpu", limits=limits, interruption=Interruption(), place=place, **given)
+
+
+def start(gang: Gang) -> list[set[str]]:
+    """The node ids of each mesh."""
+    gang.start(ray.remote(Resident), lambda mesh, worker: {"mesh": mesh, "worker": worker})
+    return [
+        {address.node_id for address in gang.addresses if address.mesh == mesh.name} for mesh in gang.meshes
+    ]
+
+
+def node_ids(slots: int) -> list[str]:
+    return [node.node_id for node in cluster_nodes() if node.resources.get("slotline_worker") == slots]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_meshes_stay_whole_where_ray_alone_splits_one(cluster):
+    """Three meshes of 2 on free slots 3, 3 and 2: bundles in order fill a node of 3 and split the second mesh."""
+    with make_gang([2, 2, 2], ask_for([2, 2, 2])) as gang:
+        nodes = start(gang)
+        assert [len(ids) for ids in nodes] == [1, 1, 1]
+        assert len(set.union(*nodes)) == 3, "no node holds two of them"
+        said = placement_text(gang.addresses, cluster_nodes())
+        assert said.startswith("6 workers on 3 nodes: m0 on ") and "spread" not in said
+    with make_gang([2, 2, 2], lambda nodes: None) as gang:
+        assert max(len(ids) for ids in start(gang)) == 2, "PACK alone"
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_placement_that_cannot_be_had_is_made_anew(cluster, monkeypatch):
+    monkeypatch.setattr(gang_module, "RESERVE_S", 1.0)
+    (small,) = node_ids(2)
+    taken = placement_group([{"slotline_worker": 1}], bundle_label_selector=[{"ray.io/node-id": small}])
+    assert taken.wait(60)
+    offers = []
+
+    def place(nodes):
+        """The first time from a view in which the small node is idle."""
+        if not offers:
+            nodes = [{**node, "free": node["total"] if node["name"] == small else 0} for node in nodes]
+        offers.append(nodes)
+        return ask_for([2])(nodes)
+
+    with make_gang([2], place) as gang:
+        assert start(gang)[0].isdisjoint({small})
+        assert len(offers) == 2
+    remove_placement_group(taken)
+    assert {group["state"] for group in placement_group_table().values()} <= {"REMOVED"}
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_tensor_parallel_group_that_fits_on_no_node_ends_the_attempt_and_one_that_fits_later_waits(cluster):
+    with (
+        pytest.raises(
+            AttemptFailure, match="group of mesh m0 has 4 workers, and no node can hold it"
+        ) as caught,
+        make_gang([4], ask_for([4], tensor=4)) as gang,
+    ):
+        start(gang)
+    assert caught.value.reason is Reason.PLAN_INFEASIBLE
+    with (
+        pytest.raises(
+            AttemptFailure, match=r"not offer 9 × .*; 9 accelerators are needed, 8 are free"
+        ) as caught,
+        make_gang([3, 3, 3], ask_for([3, 3, 3]), start_s=0.1) as gang,
+    ):
+        start(gang)
+    assert caught.value.reason is Reason.ACCELERATORS_TAKEN
+
+
+@contextmanager
+def driven(cluster: Cluster, spec: dict) -> Iterator[tuple[ControlPlane, subprocess.Popen]]:
+    """The control plane and the driver's process of a job."""
+    plane = ControlPlane({"job_id": "job", "number": 1, "job": spec, "device": "cpu", "resume": None})
+    environment = {
+        **os.environ,
+        "SLOTLINE_CONTROL_URL": plane.url,
+        "SLOTLINE_ATTEMPT_ID": "job-1",
+        "SLOTLINE_ATTEMPT_TOKEN": "secret",
+        "SLOTLINE_DRIVER_RAY_ADDRESS": cluster.address,
+        "SLOTLINE_LIMIT_LINGER_S": "0",
+    }
+    driver = subprocess.Popen([sys.executable, "-m", "worker.driver"], env=environment)
+    try:
+        yield plane, driver
+    finally:
+        driver.kill()
+        driver.wait(60)
+        plane.close()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_node_that_is_killed_is_named_with_its_workers_and_no_other_worker_is_blamed(cluster):
+    """Ray itself takes the node for alive for a while: its raylet takes no connection."""
+    doomed = cluster.add_node(num_cpus=1, resources={"slotline_worker": 5})
+    cluster.wait_for_nodes()
+    with make_gang([2, 2], lambda nodes: on_node(nodes, doomed.node_id)) as gang:
+        start(gang)
+        refs = gang.ask("sleep", 600)
+        cluster.remove_node(doomed, allow_graceful=False)
+        with pytest.raises(AttemptFailure, match=r"step 3: node .* with worker 0 of mesh m0, ") as caught:
+            gang.wait(refs, phase=Phase.STEP, what="step 3")
+    assert caught.value.reason is Reason.NODE_LOST and caught.value.nodes == (doomed.node_id,)
+    assert "worker 1 of mesh m0 is gone" in caught.value.message and "m1" not in caught.value.message
+
+
+def on_node(nodes, node_id):
+    """The first of two meshes of 2 on this node, the second one on another."""
+    other = next(node["name"] for node in nodes if node["name"] != node_id and node["free"] >= 2)
+    return {"workers": [[node_id] * 2, [other] * 2]}
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_job_says_on_which_node_each_mesh_is_and_one_that_goes_while_it_trains_ends_it_as_node_lost(
+    cluster,
+):
+    spec = job("cosine", meshes=2, workers_per_mesh=2)
+    spec["training"]["steps"] = 100_000
+    with driven(cluster, spec) as (plane, driver):
+        plane.wait_for_steps(3, 400)
+        (placed,) = (e["message"] for r in plane.reports for e in r["events"] if e["kind"] == "placed")
+        assert placed.startswith("4 workers on 2 nodes: ") and "spread" not in placed
+        assert all(f"m{mesh} on " in placed for mesh in range(2))
+        of_three = node_ids(3)  # at least one of them is used
+        doomed = next(n for n in cluster.worker_nodes if n.node_id in of_three and n.node_id[:8] in placed)
+        cluster.remove_node(doomed, allow_graceful=False)
+        assert driver.wait(200) == 1
+        last = plane.reports[-1]
+        cluster.add_node(num_cpus=1, resources={"slotline_worker": 3})
+    assert last["reason"] == "NODE_LOST", last["message"]
+    assert last["failed_nodes"] == [doomed.node_id]
+    mesh = "m0" if doomed.node_id[:8] in placed.partition("m1 on")[0] else "m1"
+    assert all(f"worker {index} of mesh {mesh}" in last["message"] for index in range(2))
+    assert last["message"].count("of mesh") == 2, "those that waited for them are not blamed"
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_no_mesh_lands_on_a_node_that_an_operator_or_ray_drains(cluster, monkeypatch):
+    """Of two nodes that are offered one is drained, then the other: a mesh lands on what is left."""
+    both = [cluster.add_node(num_cpus=1, resources={"slotline_worker": 2}).node_id for _ in range(2)]
+    cluster.wait_for_nodes()
+    mark = NodeMark("default", "it", NodeState.DRAINING, "olga", datetime.now(UTC))
+    free: list[dict[str, int]] = []
+
+    def gang_beside(*drained, **given):
+        def place(nodes):
+            nodes = [node for node in nodes if node["name"] in both]
+            free.append({node["name"]: node["free"] for node in nodes})
+            request = PlacementRequest(nodes=nodes, meshes=[PlacedMesh(workers=1)])
+            return make_placement(request, None, left_out=dict.fromkeys(drained, mark)).model_dump()
+
+        return make_gang([1], place, start_s=300.0, **given)
+
+    with gang_beside(both[0]) as gang:
+        assert start(gang) == [{both[1]}]
+    reports: list[dict[str, float]] = []
+    until = time.time() + 600
+    with gang_beside(both[1], report_draining=reports.append) as first, gang_beside() as second:
+        assert start(first) == [{both[0]}]
+        refs = first.ask("sleep", 2 * gang_module.DRAIN_POLL_S)
+        client = GcsClient(address=cluster.address)
+        assert client.drain_node(both[0], _PREEMPTION, "the spot node is reclaimed", int(until * 1000))[0]
+        first.wait(refs, phase=Phase.STEP, what="step 1")
+        assert reports == [{both[0]: pytest.approx(until, abs=0.01)}], "told once"
+        monkeypatch.setenv("SLOTLINE_ATTEMPT_ID", "second")
+        assert start(second) == [{both[1]}] and free[-1] == {both[0]: 0, both[1]: 2}
+
+
+def test_a_head_that_does_not_say_which_nodes_it_drains_keeps_nobody_waiting(monkeypatch):
+    answer, reports = threading.Event(), queue.Queue()
+
+    def ask():
+        assert answer.wait(LIMIT_S)
+        return {"id-1": 12.0}
+
+    monkeypatch.setattr(gang_module, "draining_nodes", ask)
+    monkeypatch.setattr(gang_module, "DRAIN_POLL_S", 0.0)
+    drains = gang_module.DrainWatch(reports.put)
+    for _ in range(3):
+        drains.poll()
+    assert reports.empty() and drains.nodes == {}
+    answer.set()
+    assert reports.get(timeout=LIMIT_S) == {"id-1": 12.0}
+    drains.read()
+    assert reports.empty() and drains.nodes == {"id-1": 12.0}, "told once"
+
+
+def test_a_failed_accelerator_is_told_with_its_node():
+    gang = make_gang([1, 1], lambda nodes: None)
+    gang.addresses = tuple(WorkerAddress(f"m{n}", 0, f"10.0.0.{n}", f"id-{n}", 1, "cuda:0") for n in range(2))
+    stalled = AttemptFailure(Reason.ILLEGAL_ADDRESS, "it waits")
+    failed = AttemptFailure(Reason.ACCELERATOR_FAILED, "Xid 79")
+    assert gang._cause([(0, stalled), (1, failed)], "step 1").nodes == ("id-1",)
+    assert gang._cause([(0, stalled)], "step 1").nodes == (), "that may be the job's own fault"
+
+
+def node(**changes) -> ClusterNode:
+    given = {
+        "node_id": "id",
+        "host": "alpha",
+        "address": "10.0.0.1",
+        "alive": True,
+        "resources": {},
+        "labels": {},
+    }
+    return ClusterNode(**given | changes)
+
+
+def test_nodes_are_offered_with_their_labels_and_their_room_for_workers():
+    nodes = [
+        node(
+            node_id="a",
+            resources={"GPU": 8.0, "accelerator_type:H200": 1.0},
+            labels={"ray.io/gpu-domain": "d1", "topology.kubernetes.io/zone": "z1"},
+        ),
+        node(node_id="b", resources={"GPU": 8.0}, labels={"ray.io/accelerator-type": "A100"}),
+        node(node_id="dead", resources={"GPU": 8.0}, alive=False),
+        node(node_id="head", resources={"CPU": 8.0}),
+    ]
+    free = {"a": {"GPU": 7.3334}, "b": {}, "dead": {"GPU": 8.0}}
+    first, second = offered_nodes(nodes, free, "GPU", 0.3333)
+    assert first == {
+        "name": "a",
+        "free": 22,
+        "total": 24,
+        "accelerator_type": "H200",
+        "nvlink_domain": "d1",
+        "rack": None,
+        "zone": "z1",
+    }
+    assert (second["name"], second["free"], second["accelerator_type"]) == ("b", 0, "A100")
+
+
+def test_the_text_of_a_placement_names_nodes_and_meshes_that_are_spread():
+    nodes = [node(node_id="a"), node(node_id="b", host="beta", address="10.0.0.2")]
+    places = [("m0", "a"), ("m1", "a"), ("m2", "a"), ("m2", "b"), ("m2", "b"), ("m3", "b")]
+    addresses = [WorkerAddress(mesh, 0, "10.0.0.9", node_id, 1, "cpu") for mesh, node_id in places]
+    assert placement_text(addresses, nodes) == (
+        "6 workers on 2 nodes: m0, m1 on alpha (10.0.0.1); m3 on beta (10.0.0.2); "
+        "m2 is spread over 2 nodes: 1 worker on alpha (10.0.0.1), 2 workers on beta (10.0.0.2)"
+    )
+    same = [node(node_id="aaaaaaaa1"), node(node_id="bbbbbbbb1")]
+    addresses = [WorkerAddress(f"m{i}", 0, "10.0.0.1", one.node_id, 1, "cpu") for i, one in enumerate(same)]
+    assert placement_text(addresses, same) == (
+        "2 workers on 2 nodes: m0 on alpha (10.0.0.1) node aaaaaaaa; m1 on alpha (10.0.0.1) node bbbbbbbb"
+    )
+    many = [WorkerAddress(f"m{i}", 0, f"10.0.1.{i}", f"n{i}", 1, "cpu") for i in range(45)]
+    assert placement_text(many, []).endswith("m39 on 10.0.1.39; and 5 more")
+
+
+def test_a_node_is_lost_when_ray_says_so_or_its_raylet_takes_no_connection(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as raylet, socket.create_server(("127.0.0.1", 0)) as closed:
+        port, refused = raylet.getsockname()[1], closed.getsockname()[1]
+        closed.close()
+        nodes = [
+            node(node_id="lives", address="127.0.0.1", port=port),
+            node(node_id="refuses", host="beta", address="127.0.0.1", port=refused),
+            node(node_id="dead", host="gamma", alive=False, death="health check failed"),
+            node(node_id="not ours", alive=False),
+        ]
+        monkeypatch.setattr(node_module, "cluster_nodes", lambda: nodes)
+        lost = lost_nodes(["lives", "refuses", "dead", "gone", "dead"])
+    assert set(lost) == {"refuses", "dead", "gone"}
+    assert lost["dead"] == ("gamma (10.0.0.1)", "Ray has it for dead: health check failed")
+    assert lost["gone"] == ("gone", "Ray no longer knows it")
+    assert lost["refuses"][0] == "beta (127.0.0.1)"
+    assert f"raylet at 127.0.0.1:{refused} does not answer" in lost["refuses"][1]

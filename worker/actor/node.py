@@ -1,0 +1,184 @@
+"""The nodes of workers: WorkerAddress, the cluster's nodes as Ray has them, and the processor cores that workers share.
+
+Needs no torch, so that the driver's gang does not; Ray is imported only when a function is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import socket
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PROCESSOR_SHARE_S = 0.3
+CONNECT_S = 2.0
+_CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+
+
+@dataclass(frozen=True)
+class WorkerAddress:
+    """The place of one worker; its JSON goes to the control plane with the request for a plan."""
+
+    mesh: str
+    worker: int
+    node: str
+    node_id: str
+    process_id: int
+    device: str
+
+
+_LABELS = {
+    "accelerator_type": ("ray.io/accelerator-type",),
+    "nvlink_domain": ("ray.io/gpu-domain", "nvidia.com/gpu.clique"),
+    "rack": ("topology.kubernetes.io/rack",),
+    "zone": ("topology.kubernetes.io/zone", "ray.io/availability-zone"),
+}
+"""The labels of a Ray node that placement reads, by what they say; of several the first one that the node has."""
+_TYPE_RESOURCE = "accelerator_type:"
+
+
+@dataclass(frozen=True)
+class ClusterNode:
+    """A node of Ray's table, dead ones too; `resources` are all that it has or had, `death` why Ray took it for dead."""
+
+    node_id: str
+    host: str
+    address: str
+    alive: bool
+    resources: Mapping[str, float]
+    labels: Mapping[str, str]
+    death: str = ""
+    port: int = 0
+    """The port of its raylet, which listens as long as the node lives."""
+
+    @property
+    def name(self) -> str:
+        """Host name and address, for messages; the address alone where it has no other name."""
+        return f"{self.host} ({self.address})" if self.host not in ("", self.address) else self.address
+
+
+def cluster_nodes() -> list[ClusterNode]:
+    """All nodes of Ray's table."""
+    import ray
+
+    return [
+        ClusterNode(
+            node_id=node["NodeID"],
+            host=node.get("NodeManagerHostname") or "",
+            address=node["NodeManagerAddress"],
+            alive=node["Alive"],
+            resources=node.get("Resources") or {},
+            labels=node.get("Labels") or {},
+            death=node.get("DeathReasonMessage") or "",
+            port=node.get("NodeManagerPort") or 0,
+        )
+        for node in ray.nodes()
+    ]
+
+
+def draining_nodes() -> dict[str, float]:
+    """The nodes that Ray was told to drain (autoscaler, spot reclaim, `ray drain-node`), by id, each with the Unix time of
+    its end; infinite where none was named. Ray tells this inside the cluster only, not over HTTP."""
+    import ray
+
+    deadlines = ray._private.state.state.get_draining_nodes()
+    return {node_id: at_ms / 1000 if at_ms > 0 else math.inf for node_id, at_ms in deadlines.items()}
+
+
+def lost_nodes(node_ids: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """(name, why it counts as lost) of each of these nodes that Ray has for dead or does not know, or whose raylet takes no
+    connection: Ray itself takes a killed node for alive for some 15 seconds."""
+    known = {node.node_id: node for node in cluster_nodes()}
+    wanted = list(dict.fromkeys(node_ids))
+    asked = [known[node_id] for node_id in wanted if node_id in known and known[node_id].alive]
+    with ThreadPoolExecutor(max_workers=min(32, max(1, len(asked)))) as pool:
+        answers = dict(zip((node.node_id for node in asked), pool.map(_connection_error, asked), strict=True))
+    lost = {}
+    for node_id in wanted:
+        node = known.get(node_id)
+        if node is None:
+            lost[node_id] = node_id, "Ray no longer knows it"
+        elif not node.alive:
+            lost[node_id] = node.name, f"Ray has it for dead: {node.death or 'no reason given'}"
+        elif error := answers[node_id]:
+            lost[node_id] = node.name, f"its raylet at {node.address}:{node.port} does not answer: {error}"
+    return lost
+
+
+def _connection_error(node: ClusterNode) -> str | None:
+    """Why the raylet of this node takes no connection; None where it does."""
+    try:
+        socket.create_connection((node.address, node.port), timeout=CONNECT_S).close()
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def offered_nodes(
+    nodes: Sequence[ClusterNode],
+    free: Mapping[str, Mapping[str, float]],
+    resource: str,
+    share: float,
+    draining: Collection[str] = (),
+) -> list[dict[str, Any]]:
+    """JSON of the living nodes with `resource` for a request for a placement; a worker takes `share` of it, and `free` has
+    the resources that are free by node id. Nothing is free on a draining node."""
+
+    def workers(amount: float) -> int:
+        return int((amount + 1e-6) / share)  # shares and what is left of a GPU are rounded to 1/10000
+
+    return [
+        {
+            "name": node.node_id,
+            "free": 0 if node.node_id in draining else workers(free.get(node.node_id, {}).get(resource, 0.0)),
+            "total": workers(node.resources[resource]),
+            **{what: _label(node, keys) for what, keys in _LABELS.items()},
+            "accelerator_type": _label(node, _LABELS["accelerator_type"]) or _type_resource(node),
+        }
+        for node in nodes
+        if node.alive and node.resources.get(resource, 0.0) > 0
+    ]
+
+
+def _label(node: ClusterNode, keys: Sequence[str]) -> str | None:
+    return next((node.labels[key] for key in keys if node.labels.get(key)), None)
+
+
+def _type_resource(node: ClusterNode) -> str | None:
+    types = sorted(name for name in node.resources if name.startswith(_TYPE_RESOURCE))
+    return types[0].removeprefix(_TYPE_RESOURCE) if types else None
+
+
+def processor_cores() -> float:
+    """The number of cores that the processes of this node (or container) may use together."""
+    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    with contextlib.suppress(OSError, ValueError):  # cgroup v2: "max 100000", or microseconds of each period
+        quota, period = _CGROUP_CPU_MAX.read_text().split()
+        cores = min(cores, float(quota) / float(period))
+    return cores
+
+
+def processor_share(seconds: float = PROCESSOR_SHARE_S) -> float:
+    """The part of a core that a thread of this process gets now, while it computes for `seconds`.
+
+    Called by all workers of a node at once their sum is how many cores they have together: fewer than are there where
+    others compute too, or where the machine is a guest that does not get all of its processors.
+    """
+    wall, own = time.monotonic(), time.thread_time()
+    while time.monotonic() - wall < seconds:
+        sum(range(1000))
+    return (time.thread_time() - own) / (time.monotonic() - wall)
+
+
+def own_node_address() -> str:
+    """The address under which the cluster knows the node of this process."""
+    import ray
+
+    own = ray.get_runtime_context().get_node_id()
+    return next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == own)
