@@ -1,19 +1,20 @@
 """Makes a proven plan from a spec: picks the schedule, simulates it, compiles and verifies its programs.
 
-`make_plan` is the scheduler's entry point; where a plan's proof fails, the next best timeline is taken and the
-plan's notes say so. `compile_kernels` compiles the numba kernels before anybody waits for a plan.
+`make_plan` is the scheduler's entry point, `replan` the one for a plan that runs at other costs than planned; where a
+plan's proof fails, the next best timeline is taken and the plan's notes say so. `compile_kernels` compiles the numba
+kernels before anybody waits for a plan.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from service.scheduler.auto.auto import plan_auto
+from service.scheduler.auto.auto import plan_auto, plan_from_running
 from service.scheduler.auto.backward_split import problem_with_whole_backwards
 from service.scheduler.auto.fixed_schedule import named_timeline, plan_named
 from service.scheduler.auto.recomputation import (
@@ -22,18 +23,21 @@ from service.scheduler.auto.recomputation import (
     must_recompute,
     with_recomputation,
 )
+from service.scheduler.kernels import TOLERANCE
 from service.scheduler.problem.defects import defect
 from service.scheduler.problem.spec import PipelineSpec, check_spec
 from service.scheduler.problem.timeline import Timeline
+from service.scheduler.programs.check_programs import check_programs, check_slots
 from service.scheduler.programs.codegen import compile_programs
-from service.scheduler.programs.plan import Plan, PlanOrigin, build_plan
-from service.scheduler.programs.prove import check_slots, verify
-from service.scheduler.programs.replay import Replay
+from service.scheduler.programs.decode import read_programs
+from service.scheduler.programs.plan import Plan, PlanOrigin, PlanProof, build_plan
+from service.scheduler.programs.replay import Replay, replay
 from service.scheduler.schedules.registry import AUTO
 from service.scheduler.search.delays import alap_transfers
 from service.scheduler.search.origin import SEEDS, versions
 from service.scheduler.search.search import SearchResult, reaches_bound
 from service.scheduler.search.tabu import tabu_search
+from service.scheduler.search.windows import cp_model_module
 from worker.contract.program import Instruction
 
 
@@ -47,22 +51,67 @@ def make_plan(
     True the search ends and the plan says `truncated`.
     """
     with _gc_paused():
-        found = _find_timeline(spec, budget_s, expired)
-        found, programs, played = _first_verified(spec, found)
-        return build_plan(
-            found.timeline,
-            chosen=found.chosen,
-            lower_bound_s=min(found.lower_bound_s, found.timeline.makespan),
-            # of a timeline that the programs do not keep (contention none), nothing is proven
-            proven_optimal=found.proven_optimal
-            and reaches_bound(played.serialised_makespan_s, found.timeline.makespan),
-            recomputed=found.recomputed,
-            programs_makespan_s=played.serialised_makespan_s,
-            truncated=found.truncated,
-            made_with=PlanOrigin(budget_s=budget_s, seeds=SEEDS, versions=versions()),
-            notes=found.notes,
-            programs=programs,
-        )
+        return _proven_plan(spec, _find_timeline(spec, budget_s, expired), budget_s)
+
+
+@dataclass(frozen=True)
+class ShorterPlan:
+    """A plan to run in place of the running one, whose programs take `running_s` at the costs of the new plan."""
+
+    plan: Plan
+    running_s: float
+
+
+def replan(
+    spec: PipelineSpec,
+    running: Mapping[str, Sequence[Instruction]],
+    *,
+    recomputed: Iterable[str] = (),
+    budget_s: float,
+    expired: Callable[[], bool] | None = None,
+) -> ShorterPlan | None:
+    """A shorter plan of the same stages on the same meshes; None where none was found.
+
+    `spec` has the costs as they are now, `running` are the programs that run by mesh, without buckets of gradients,
+    `recomputed` the stages that recompute in them. The search starts from the running order; other orders, split or
+    whole backwards and other stages that recompute are open to it where the schedule is `auto`, the order of transfers
+    where it has a name. Budget and deadline as of `make_plan`. Raises PlanError where the programs are not of this spec,
+    SpecError where nothing fits into memory.
+    """
+    with _gc_paused():
+        problem, meshes = read_programs(with_recomputation(spec, recomputed), running)
+        now = replay(problem, meshes)
+        if spec.schedule == AUTO:
+            found = plan_from_running(spec, now.timeline, frozenset(recomputed), budget_s, expired)
+        else:
+            found = _find_timeline(spec, budget_s, expired)
+        running_s = now.serialised_makespan_s
+        if found.timeline.makespan >= running_s * (1 - TOLERANCE):
+            return None
+        plan = _proven_plan(spec, found, budget_s)
+        shorter = plan.programs_makespan_s < running_s * (1 - TOLERANCE)
+        return ShorterPlan(plan, running_s) if shorter else None
+
+
+def _proven_plan(spec: PipelineSpec, found: SearchResult, budget_s: float) -> Plan:
+    found, programs, played = _first_verified(spec, found)
+    proof = PlanProof(
+        lower_bound_s=min(found.lower_bound_s, found.timeline.makespan),
+        # of a timeline that the programs do not keep (contention none), nothing is proven
+        proven_optimal=found.proven_optimal
+        and reaches_bound(played.serialised_makespan_s, found.timeline.makespan),
+        programs_makespan_s=played.serialised_makespan_s,
+        truncated=found.truncated,
+    )
+    return build_plan(
+        found.timeline,
+        programs,
+        proof,
+        chosen=found.chosen,
+        recomputed=found.recomputed,
+        made_with=PlanOrigin(budget_s=budget_s, seeds=SEEDS, versions=versions()),
+        notes=found.notes,
+    )
 
 
 def _first_verified(
@@ -72,7 +121,7 @@ def _first_verified(
     while True:
         try:
             programs = compile_programs(found.timeline)
-            played = verify(with_recomputation(spec, found.recomputed), programs)
+            played = check_programs(with_recomputation(spec, found.recomputed), programs)
             check_slots(found.timeline, played)
             return found, programs, played
         except Exception as error:
@@ -105,7 +154,8 @@ def _gc_paused() -> Iterator[None]:
 
 
 def compile_kernels() -> None:
-    """Compile what planning runs, or load it from the disk, before anybody waits for a plan."""
+    """Compile what planning runs, or load it from the disk, and import the solver, before anybody waits for a plan."""
+    cp_model_module()
     spec = PipelineSpec.model_validate(
         {
             "microbatches": 3,

@@ -33,10 +33,15 @@ from service.scheduler.auto.recomputation import (
 )
 from service.scheduler.kernels import TOLERANCE
 from service.scheduler.problem.defects import failed
-from service.scheduler.problem.memory import keeps_memory_limits, peak_activation, peak_receive_buffers
+from service.scheduler.problem.memory import (
+    keeps_memory_limits,
+    keeps_receive_limits,
+    peak_activation,
+    peak_receive_buffers,
+)
 from service.scheduler.problem.problem import Problem
 from service.scheduler.problem.spec import PipelineSpec, SpecError, check_spec
-from service.scheduler.problem.timeline import Timeline, needed_receive_buffers
+from service.scheduler.problem.timeline import Timeline, needed_receive_buffers, retime
 from service.scheduler.schedules.registry import fitting_names
 from service.scheduler.search.bounds import lower_bound
 from service.scheduler.search.memory_saving import TransferSlack, save_memory
@@ -55,6 +60,7 @@ from service.scheduler.search.steady_state import shorten_problem
 _MEMORY_SEARCH_SHARE = 0.05  # of the budget, for each search under a tighter memory limit
 _ESTIMATE_SHARE = 0.25  # of the budget, for estimates of choices by constructive plans
 _WHOLE_BACKWARDS_MIN_BUDGET_S = 0.3  # with less, none and all stages are the only choices of whole backwards
+_RUNNING_SHARE = 0.5  # of the budget of planning anew, for orders that begin with the running ones
 _MIN_SEARCH_S = 0.5  # that a search needs to find more than constructive plans
 # constructive plans that may be made beyond a spent budget: share of it, and at least these seconds
 _OVERRUN_SHARE = 0.1
@@ -126,6 +132,49 @@ def plan_auto(spec: PipelineSpec, budget_s: float, expired: Expired) -> SearchRe
     )
     best = prefer_shorter_named(best, with_recomputation(spec, best.recomputed), budget_s, expired)
     return _with_less_memory(best, budget_s, expired)
+
+
+def plan_from_running(
+    spec: PipelineSpec, running: Timeline, recomputed: StageChoice, budget_s: float, expired: Expired
+) -> SearchResult:
+    """The best plan found from the `running` orders, whose stages `recomputed` recompute, and without them.
+
+    Half of the budget looks for shorter orders with the backwards and recomputation that run, half is `plan_auto`'s.
+    """
+    # programs wait for longer than they must where costs have changed
+    retimed = retime(running.problem, running.sequence)
+    fitting = [
+        timeline
+        for timeline in (retimed, running)
+        if keeps_memory_limits(timeline) and keeps_receive_limits(timeline)
+    ]
+    improved = search(
+        fuse_costly_splits(running.problem),
+        [(SEARCHED, timeline) for timeline in fitting[:1]],
+        budget_s=_RUNNING_SHARE * budget_s,
+        expired=expired,
+    )
+    try:
+        anew = plan_auto(spec, (1 - _RUNNING_SHARE) * budget_s, expired)
+    except SpecError:
+        if improved is None:
+            raise
+        anew = None
+    if improved is None or (
+        anew is not None and anew.timeline.makespan <= improved.timeline.makespan * (1 + TOLERANCE)
+    ):
+        assert anew is not None
+        return anew
+    # what bounds these orders does not bound other choices of recomputation and of whole backwards
+    bound = min(makespan_lower_bound_s(spec), improved.timeline.makespan)
+    always = must_recompute(spec)
+    return replace(
+        improved,
+        lower_bound_s=bound,
+        proven_optimal=reaches_bound(improved.timeline.makespan, bound),
+        recomputed=tuple(sorted(always | recomputed)),
+        alternatives=() if anew is None else ((anew.chosen, anew.timeline),),
+    )
 
 
 def constructive_makespan(spec: PipelineSpec) -> float:

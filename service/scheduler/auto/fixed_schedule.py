@@ -65,8 +65,8 @@ def plan_named(spec: PipelineSpec, budget_s: float, expired: Callable[[], bool] 
 def prefer_shorter_named(
     found: SearchResult, spec: PipelineSpec, budget_s: float, expired: Callable[[], bool] | None
 ) -> SearchResult:
-    """The result of `auto`, or a shorter named plan of `spec`: with its transfers ordered well, or with backwards
-    split that the search keeps whole. The bound of `found` must hold for named plans too."""
+    """The result of `auto`, or a shorter plan of `spec` by a fixed schedule: with its transfers ordered well, or with
+    backwards split that the search keeps whole. The bound of `found` must hold for fixed schedules too."""
     if found.proven_optimal or found.truncated:
         return found
     named: list[tuple[str, Timeline]] = []

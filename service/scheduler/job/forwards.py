@@ -145,7 +145,7 @@ def _with_reshardings(
                 update={
                     "forward_s": plan.makespan_s if known else spec.network.latency_s,
                     "forward_bytes": None,
-                    "held_bytes": edge.forward_bytes,
+                    "held_bytes": edge.forward_bytes if edge.held_bytes is None else edge.held_bytes,
                 }
             )
         )

@@ -55,7 +55,7 @@ _MAX_SEARCHED_CUTS = 3  # searched with the rest of the budget, where the model 
 
 
 @dataclass(frozen=True)
-class PlanRequest:
+class JointSearchRequest:
     """The measured costs of a job, and the search space that it leaves open.
 
     `profiles` holds the layers' costs by the numbers of microbatches that may be chosen (of one global batch), `stages`
@@ -85,6 +85,7 @@ class JobPlan:
     score_s: float
     slowdown: float = 1.0
     update_s: float | None = None  # behind the makespan, where some gradients are summed before it ends
+    notes: tuple[str, ...] = ()  # what is unusual about the cut, for people
 
     @property
     def step_s(self) -> float:
@@ -110,7 +111,7 @@ class _CutCandidate:
 
 
 def plan_jointly(
-    request: PlanRequest, *, budget_s: float = 10.0, expired: Callable[[], bool] | None = None
+    request: JointSearchRequest, *, budget_s: float = 10.0, expired: Callable[[], bool] | None = None
 ) -> JobPlan:
     """The shortest planned step over microbatches, numbers of stages, placements and cuts.
 
@@ -118,7 +119,7 @@ def plan_jointly(
     SpecError where nothing fits.
     """
     for profile in request.profiles.values():
-        check_stage_count([layer.name for layer in profile.layers], min(request.stages))
+        check_stage_count([layer.name for layer in profile.layers], min(request.stages), profile.joined)
     search = _JointSearch(request, budget_s, expired)
     setup = request.setup
     shapes = [
@@ -151,7 +152,9 @@ def placements(stages: int, meshes: int, schedule: str) -> list[tuple[int, ...]]
 
 
 class _JointSearch:
-    def __init__(self, request: PlanRequest, budget_s: float, expired: Callable[[], bool] | None) -> None:
+    def __init__(
+        self, request: JointSearchRequest, budget_s: float, expired: Callable[[], bool] | None
+    ) -> None:
         self._request, self._setup = request, request.setup
         self._budget_s, self._expired = budget_s, expired
         self._max_estimated_cuts = int(_EXHAUSTIVE_CUTS_PER_SECOND * budget_s)

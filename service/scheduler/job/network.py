@@ -1,6 +1,6 @@
 """The network as a job's workers see it: cards shared by pairs of workers, and all-reduces that span meshes.
 
-Links are measured between the first workers of two meshes while all others are idle; in a step all workers of a
+Links are measured between pairs of nodes, one after the other while all others are idle; in a step all workers of a
 node send at once and share its card. Across meshes, gradient norms and tied parameters are summed behind the
 last backward, as part of REDUCE: small sums by trees, large ones in rings, where each of k workers sends and
 receives 2 (k - 1) / k of the bytes (Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms").
@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from service.scheduler.job.heterogeneous import (
     HeterogeneousProfile,
@@ -121,8 +122,16 @@ def _parameter_bytes_on(profile: LayerProfile, mesh: int, parameter: str, *, who
     return mesh_profile.parameter_sizes[parameter] * parts
 
 
+NodeLinks = Mapping[tuple[str, str], float]
+"""The measured bytes a second of single transfers, by the nodes from which and to which they go."""
+
+
 def network_per_worker_pair(
-    network: NetworkSpec, parallelism: Sequence[MeshParallelism], *, sums: bool = False
+    network: NetworkSpec,
+    parallelism: Sequence[MeshParallelism],
+    node_links: NodeLinks = MappingProxyType({}),
+    *,
+    sums: bool = False,
 ) -> NetworkSpec:
     """The network in which the bandwidth between two meshes is that of one pair of workers, where tensors go in pairs.
 
@@ -132,9 +141,10 @@ def network_per_worker_pair(
     mesh_pairs = list(itertools.permutations(parallelism, 2))
     resharded = [not sums and not source.transfers_in_pairs(target) for source, target in mesh_pairs]
     of_pair, links, same = link_costs(network), [], True
+    own = {(link.source, link.target): link.contention for link in network.links}
     for (source, target), by_plan in zip(mesh_pairs, resharded, strict=True):
         before, latency_s = of_pair(source.name, target.name)
-        bandwidth = before if by_plan else _pair_bandwidth(network, source, target)
+        bandwidth = before if by_plan else _pair_bandwidth(network, source, target, node_links)
         same = same and bandwidth == before
         links.append(
             LinkSpec(
@@ -142,6 +152,7 @@ def network_per_worker_pair(
                 target=target.name,
                 bandwidth_bytes_per_s=bandwidth,
                 latency_s=latency_s,
+                contention=own.get((source.name, target.name)),
             )
         )
     if same:
@@ -152,11 +163,33 @@ def network_per_worker_pair(
     return network.model_copy(update={"bandwidth_bytes_per_s": rest, "links": links})
 
 
-def _pair_bandwidth(network: NetworkSpec, source: MeshParallelism, target: MeshParallelism) -> float | None:
-    """Bytes a second of the slowest pair of workers: the card of the node with most pairs is shared by all of them."""
+def _pair_bandwidth(
+    network: NetworkSpec, source: MeshParallelism, target: MeshParallelism, node_links: NodeLinks
+) -> float | None:
+    """Bytes a second of the slowest pair of workers, while all pairs send at once.
+
+    Pairs on the same two nodes share their link, those of a node its card: the card of the node with most pairs, where
+    not all of their links were measured.
+    """
     away = [(here, there) for here, there in zip(source.nodes, target.nodes, strict=False) if here != there]
     if not away:
         return link_costs(network)(source.name, target.name)[0]
+    if node_links.keys() >= {*away}:
+        return min(
+            *(node_links[nodes] / count for nodes, count in Counter(away).items()),
+            *(_card_share(node_links, side, nodes) for side, nodes in enumerate(zip(*away, strict=True))),
+        )
     card = card_bandwidth(network, source, target)
     fullest = max(count for side in zip(*away, strict=True) for count in Counter(side).values())
     return None if card is None else card / fullest
+
+
+def _card_share(node_links: NodeLinks, side: int, nodes: Sequence[str]) -> float:
+    """The least share of a card with one transfer for each of `nodes`, which send (`side` 0) or receive (1).
+
+    A card is taken to be as fast as the fastest transfer that was measured over it.
+    """
+    cards: dict[str, float] = {}
+    for ends, bandwidth in node_links.items():
+        cards[ends[side]] = max(bandwidth, cards.get(ends[side], 0.0))
+    return min(cards[node] / count for node, count in Counter(nodes).items())

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from service.scheduler.job.cut import (
     CutProblem,
+    LayerTensor,
     PipelineSetup,
     Recompute,
     best_cut,
@@ -29,6 +30,7 @@ from service.scheduler.problem.spec import (
     StageSpec,
 )
 from service.scheduler.resharding.resharding_plan import ReshardingPlan
+from service.scheduler.schedules.registry import SCHEDULES
 from worker.contract.profile import (
     CutError,
     LayerProfile,
@@ -80,10 +82,10 @@ def partition(
         microbatches=microbatches,
     )
     if cut == "auto":
-        check_stage_count(names, stages)
+        check_stage_count(names, stages, profile.joined)
         stage_starts = best_cut(problem)
     else:
-        named_starts = resolve_stage_starts(names, cut)
+        named_starts = resolve_stage_starts(names, cut, profile.joined)
         if len(named_starts) != stages:
             raise SpecError(
                 f"cut begins {len(named_starts)} stages ({', '.join(named_starts)}), but stages is {stages}: "
@@ -132,6 +134,11 @@ def _stage_specs(cut_problem: CutProblem, stage_starts: Sequence[int]) -> list[S
         weight_s = action_s + sum(layer.backward_weight_s for layer in part)
         if index not in receives:  # no gradients of its inputs are needed: all of its backward is W
             input_s, weight_s = 0.0, whole_s
+            stash = activation + _output_gradient_bytes(problem, first, end)
+        else:
+            stash = _weight_stash_bytes(problem, first, end)
+        if _may_split(setup):  # gradients are kept for W too: it may be more than the forward left
+            activation = max(activation, stash)
         specs.append(
             StageSpec(
                 name=f"s{index}",
@@ -141,13 +148,52 @@ def _stage_specs(cut_problem: CutProblem, stage_starts: Sequence[int]) -> list[S
                 backward_weight_s=weight_s,
                 backward_s=whole_s,
                 activation_bytes=activation,
-                # autograd keeps the whole graph below the topmost weight for W: nearly all of it
-                weight_stash_bytes=activation,
+                weight_stash_bytes=min(stash, activation),
                 static_bytes=problem.profile.static_bytes(first, end, setup.optimizer.on(mesh)),
                 recompute=_recompute_spec(problem, index, (first, end), activation),
             )
         )
     return specs
+
+
+def _may_split(setup: PipelineSetup) -> bool:
+    if setup.split_backward is not None:
+        return setup.split_backward
+    named = SCHEDULES.get(setup.schedule)
+    return named is None or named.splits
+
+
+def _weight_stash_bytes(problem: CutProblem, first: int, end: int) -> int:
+    """Bytes that layers first..end-1 hold from I to W: operands of their weight gradients, received tensors, whose buffers
+    are free after W only, and, where the stage recomputes, the buffers that it updates."""
+    layers = problem.profile.layers[first:end]
+    received = (t for t in _received_tensors(problem, first, end) if _is_saved(t, first, end))
+    return (
+        sum(layer.weight_stash_bytes for layer in layers)
+        + sum(tensor.size for tensor in received)
+        + _updated_buffer_bytes(problem.profile, first, end)
+    )
+
+
+def _output_gradient_bytes(problem: CutProblem, first: int, end: int) -> int:
+    """The gradients that come back to layers first..end-1."""
+    return sum(
+        t.size for t in problem.tensors if first <= t.source < end and any(x >= end for x in t.targets)
+    )
+
+
+def _received_tensors(problem: CutProblem, first: int, end: int) -> list[LayerTensor]:
+    """The tensors of earlier layers that layers first..end-1 use."""
+    return [t for t in problem.tensors if t.source < first and any(first <= x < end for x in t.targets)]
+
+
+def _is_saved(tensor: LayerTensor, first: int, end: int) -> bool:
+    return any(first <= layer < end for layer in tensor.saved_at)
+
+
+def _updated_buffer_bytes(profile: LayerProfile, first: int, end: int) -> int:
+    here = {name for layer in profile.layers[first:end] for name in layer.buffers}
+    return sum(profile.buffer_sizes[name] for name in profile.updated_buffers if name in here)
 
 
 def _stages_with_input_gradients(problem: CutProblem, stage_starts: Sequence[int]) -> set[int]:
@@ -238,12 +284,11 @@ def _recompute_spec(
     )
     if not required and recompute != "auto":
         return None
-    received = [t for t in problem.tensors if t.source < first and any(first <= x < end for x in t.targets)]
+    received = _received_tensors(problem, first, end)
     received_bytes = sum(tensor.size for tensor in received)
-    saved = sum(t.size for t in received if any(first <= layer < end for layer in t.saved_at))
+    saved = sum(tensor.size for tensor in received if _is_saved(tensor, first, end))
     profile = problem.profile
-    here = {name for layer in profile.layers[first:end] for name in layer.buffers}
-    updated = sum(profile.buffer_sizes[name] for name in profile.updated_buffers if name in here)
+    updated = _updated_buffer_bytes(profile, first, end)
     if not required and received_bytes + updated >= activation_bytes:
         return None
     return RecomputeSpec(

@@ -18,7 +18,7 @@ from service.scheduler.job.heterogeneous import profile_of_mesh
 from service.scheduler.job.joint import JobPlan, longest_update_s
 from service.scheduler.job.network import CrossMeshAllReduce
 from service.scheduler.kernels import TOLERANCE
-from service.scheduler.problem.spec import PipelineSpec
+from service.scheduler.problem.spec import PipelineSpec, link_contention
 from service.scheduler.programs.decode import PlanError
 from service.scheduler.programs.plan import Plan, Slot
 from worker.contract.buckets import REDUCE_LANE, Gradient, is_bucket, with_buckets
@@ -67,7 +67,8 @@ def _place_buckets(
     slot_of = _slot_by_instruction(spec, bucketed.program, here)
     out = list(bucketed.program)
     free_event = 1 + max((item.record for item in out if item.record is not None), default=-1)
-    busy = sorted((slot.start_s, slot.end_s) for slot in here if _excludes_reduce(spec, slot))
+    excludes = _reduce_exclusion(spec)
+    busy = sorted((slot.start_s, slot.end_s) for slot in here if excludes(slot))
     bucket_slots: list[Slot] = []
     lane_s, recorder = 0.0, {item.record: k for k, item in enumerate(out) if item.record is not None}
     behind: dict[int, int] = {}
@@ -79,7 +80,9 @@ def _place_buckets(
         bucket_slots.append(
             Slot(here[0].mesh, REDUCE_LANE, "REDUCE", stage, None, start_s, start_s + length_s)
         )
-        delaying = _delaying_instructions(spec, out, slot_of, ready_s, start_s) if start_s > ready_s else []
+        delaying = (
+            _delaying_instructions(excludes, out, slot_of, ready_s, start_s) if start_s > ready_s else []
+        )
         for before in delaying:
             if out[before].record is None:
                 out[before], free_event = replace(out[before], record=free_event), free_event + 1
@@ -113,13 +116,18 @@ def _slot_by_instruction(spec: PipelineSpec, program: Program, here: Sequence[Sl
     return {index: slot for index, slot in slots.items() if slot is not None}
 
 
-def _excludes_reduce(spec: PipelineSpec, slot: Slot) -> bool:
-    """True where a slot of the pipeline occupies a resource that a sum on its mesh needs."""
-    if slot.lane == COMPUTE_LANE:
-        return not spec.overlap
-    return slot.lane != REDUCE_LANE and (
-        spec.network.contention in ("full-duplex", "half-duplex") or not spec.overlap
-    )
+def _reduce_exclusion(spec: PipelineSpec) -> Callable[[Slot], bool]:
+    """The test for slots of the pipeline that occupy a resource that a sum on their mesh needs."""
+    contention = link_contention(spec.network)
+
+    def excludes(slot: Slot) -> bool:
+        if slot.lane == COMPUTE_LANE or not spec.overlap:
+            return slot.lane != REDUCE_LANE and not spec.overlap
+        direction, _, peer = slot.lane.partition(":")
+        ends = (slot.mesh, peer) if direction == "send" else (peer, slot.mesh)
+        return slot.lane != REDUCE_LANE and contention(*ends) in ("full-duplex", "half-duplex")
+
+    return excludes
 
 
 def _earliest_start_s(busy: Sequence[tuple[float, float]], ready_s: float, length_s: float) -> float:
@@ -132,7 +140,7 @@ def _earliest_start_s(busy: Sequence[tuple[float, float]], ready_s: float, lengt
 
 
 def _delaying_instructions(
-    spec: PipelineSpec,
+    excludes: Callable[[Slot], bool],
     out: Sequence[Instruction],
     slot_of: Mapping[int, Slot],
     ready_s: float,
@@ -141,7 +149,7 @@ def _delaying_instructions(
     """The last instruction of every lane that occupied a needed resource between `ready_s` and `start_s`."""
     last: dict[str, int] = {}
     for index, slot in slot_of.items():
-        if _excludes_reduce(spec, slot) and slot.end_s > ready_s and slot.end_s <= start_s:
+        if excludes(slot) and slot.end_s > ready_s and slot.end_s <= start_s:
             last[out[index].lane] = index
     return sorted(last.values())
 
@@ -192,7 +200,7 @@ def _check_reduce_program(mesh: str, program: Program) -> None:
 
 
 def _check_reduce_slots(spec: PipelineSpec, mesh: str, program: Program, here: Sequence[Slot]) -> None:
-    slots = [slot for slot in here if slot.lane == REDUCE_LANE]
+    slots, excludes = [slot for slot in here if slot.lane == REDUCE_LANE], _reduce_exclusion(spec)
     buckets = [spec.stages[item.stage].name for item in program if is_bucket(item)]
     if [slot.stage for slot in slots] != buckets:
         raise PlanError(f"mesh {mesh!r}: its buckets have other slots than its program has instructions")
@@ -209,13 +217,9 @@ def _check_reduce_slots(spec: PipelineSpec, mesh: str, program: Program, here: S
                 f"mesh {mesh!r}: sums of stages {before.stage} and {slot.stage} overlap on their lane"
             )
         for other in here:
-            if (
-                _excludes_reduce(spec, other)
-                and other.start_s < slot.end_s - slack
-                and other.end_s > slot.start_s + slack
-            ):
+            if excludes(other) and other.start_s < slot.end_s - slack and other.end_s > slot.start_s + slack:
                 raise PlanError(
-                    f"mesh {mesh!r}: a sum of stage {slot.stage} and {other.action} of {other.stage} are planned at item "
+                    f"mesh {mesh!r}: a sum of stage {slot.stage} and {other.action} of {other.stage} are planned at one "
                     f"time, and contention {spec.network.contention!r}, overlap {spec.overlap} lets only one of them run"
                 )
 

@@ -23,8 +23,8 @@ from service.scheduler.job.plan_job import (
 )
 from service.scheduler.problem.memory import peak_activation, peak_memory
 from service.scheduler.problem.spec import MeshSpec, PipelineSpec, SpecError, StageSpec
+from service.scheduler.programs.check_programs import check_programs
 from service.scheduler.programs.decode import PlanError
-from service.scheduler.programs.prove import verify
 from worker.contract.buckets import with_buckets
 from worker.contract.job import Job
 from worker.contract.planned import ModelSignature
@@ -119,7 +119,7 @@ def _proven_again(
     programs = {mesh: with_buckets(program_from_json(p), ()).program for mesh, p in plan["programs"].items()}
     recomputed = [stage["name"] for stage in plan["stages"] if stage["recomputed"]]
     try:
-        played = verify(with_recomputation(spec, recomputed), programs)
+        played = check_programs(with_recomputation(spec, recomputed), programs)
     except PlanError as error:
         raise SpecError(_refusal_message(name, f"it no longer fits: {error}")) from None
     memory = dict(zip(names, peak_memory(played.timeline).tolist(), strict=True))

@@ -49,7 +49,7 @@ class Tasks(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What compute lanes may hold (bytes of stages and meshes, −1: no limit) and how many microbatches."""
+    """Limits of what compute lanes hold: bytes of stages and meshes (−1: no limit), and microbatches in flight."""
 
     activation: np.ndarray  # of each stage
     stash: np.ndarray
@@ -66,8 +66,8 @@ class ReceiveBuffers(NamedTuple):
     rank: np.ndarray  # int[tasks]: place in its row
 
 
-# the numpy error model: integers are never divided by zero here, and no check says so
-_NUMBA_OPTIONS = {"nogil": True, "error_model": "numpy"}
+# the numpy error model: integers are never divided by zero here, and no check says so; nobody calls kernels from C
+_NUMBA_OPTIONS = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,9 +80,9 @@ def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Without both options a named tuple is handed over array by array, each one counted in and out: the
     dispatcher took sixteen times as long. What changes in a kernel stands in few arrays of records for the same
-    reason.
+    reason. Python cannot call it: code that reads such arguments would take longer to compile than the function.
     """
-    return _compile(function, forceinline=True, _nrt=False, **_NUMBA_OPTIONS)
+    return _compile(function, forceinline=True, _nrt=False, no_cpython_wrapper=True, **_NUMBA_OPTIONS)
 
 
 def _compile(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -153,7 +153,7 @@ _COUNT_DTYPE = np.dtype(
 
 
 class DispatchState(NamedTuple):
-    """What changes while tasks run."""
+    """The state of a run of the dispatcher, which changes while tasks run."""
 
     tasks: np.ndarray
     kinds: np.ndarray

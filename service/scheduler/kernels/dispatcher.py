@@ -71,7 +71,7 @@ def pop_earliest_end(run):
 
 @inlined
 def may_start_forward(stage, mesh, tasks, limits, run):
-    """Whether the caps and the memory of its mesh let a stage begin another forward."""
+    """True if the caps and the memory of its mesh let a stage begin another forward."""
     if run.stages[stage].started - run.stages[stage].returned >= limits.in_flight_cap[stage]:
         return False
     if run.stages[stage].started - run.stages[stage].finished >= limits.source_cap[stage]:
@@ -115,7 +115,7 @@ def may_start_forward(stage, mesh, tasks, limits, run):
 
 @inlined
 def has_receive_buffer(task, mesh, receives, run):
-    """Whether a receive buffer is left for a transfer when those used before it have taken theirs."""
+    """True if a receive buffer is left for a transfer once the transfers used before it have a buffer."""
     if receives.limit[mesh] < 0:
         return True
     room = receives.limit[mesh] - run.meshes[mesh].buffers
@@ -138,9 +138,10 @@ def dispatch(tasks, lanes, limits, receives, priority, patience):
     highest priority, or waits up to `patience` of its length for a better one. Greedy, non-preemptive.
     """
     fixed = lanes.values.shape[0] > 0
-    limited = False
-    for mesh in range(tasks.meshes):
-        limited = limited or receives.limit[mesh] >= 0
+    highest = receives.limit[0]
+    for mesh in range(1, tasks.meshes):  # numpy's max takes longer to compile
+        highest = max(highest, receives.limit[mesh])
+    limited = highest >= 0  # begun as False, numba would compile all that follows for that constant too
     run = new_dispatch_state(tasks, lanes, receives, limited)
     _run_events(tasks, lanes, limits, receives, priority, patience, fixed, limited, run)
     return run.tasks["start"].copy(), run.order, run.counts[0].begun

@@ -103,7 +103,7 @@ def latest_starts(pointer, successors, start, duration, order, moves):
 
 @compiled
 def compress_rows(nodes, causes, effects):
-    """(pointer, successors): for each node those that come after it, in the order of the edges."""
+    """(pointer, successors): the successors of each node, in the order of the edges."""
     pointer = np.zeros(nodes + 1, dtype=np.int64)
     for position in range(causes.shape[0]):
         pointer[causes[position] + 1] += 1

@@ -14,6 +14,8 @@ import numpy as np
 from service.scheduler.kernels.arrays import OPS, Rows, compiled, inlined
 
 _EPSILON = 1e-9
+# a literal -1 is a type of its own, for which numba would compile the functions that it is handed to once more
+_NONE = np.int64(-1)
 _TABU_LIST_SIZE = 1 << 18  # places of the tabu list; pairs that share one only forbid each other's moves
 
 
@@ -80,7 +82,7 @@ def tabu_round(problem, sequence, goal, iterations, patience, tenure, seed):
     moves = _Moves(
         np.empty(places, dtype=np.int64), np.empty(places, dtype=np.int64), np.empty(places, dtype=np.int64)
     )
-    first, second, on, also_on = -1, -1, -1, -1
+    first, second, on, also_on = _NONE, _NONE, _NONE, _NONE
     improved_at = 0
     iteration = 0
     while iteration < iterations and iteration - improved_at <= patience:
@@ -105,7 +107,8 @@ def tabu_round(problem, sequence, goal, iterations, patience, tenure, seed):
             best = makespan
             for task in range(tasks):
                 best_start[task] = times[task].start
-            best_order[:] = order[:count]
+            for index in range(count):  # a slice's assignment compiles for seconds
+                best_order[index] = order[index]
             improved_at = iteration
             if best <= goal:
                 break
@@ -117,7 +120,7 @@ def tabu_round(problem, sequence, goal, iterations, patience, tenure, seed):
         side = moves.side[chosen]
         on, also_on = problem.resources[second, side], problem.resources[second, 1 - side]
         if also_on >= 0 and also_on != problem.resources[first, 0] and also_on != problem.resources[first, 1]:
-            also_on = -1
+            also_on = _NONE
         _swap(problem, orders, first, second, on)
         if also_on >= 0:
             _swap(problem, orders, first, second, also_on)
@@ -231,7 +234,7 @@ def _find_moves(problem, orders, times, order, count, makespan, tolerance, moves
     """Draw one critical path of all, from its end; how many neighbours on a resource of it may change places."""
     tasks = problem.tasks
     pointer, needs = problem.needs
-    task, choices = -1, 0
+    task, choices = _NONE, 0
     for index in range(count):
         last = order[index]
         if times[last].start + tasks[last].duration + tasks[last].behind >= makespan - tolerance:
@@ -240,7 +243,7 @@ def _find_moves(problem, orders, times, order, count, makespan, tolerance, moves
                 task = last
     found = 0
     while task >= 0:
-        cause, choices = -1, 0
+        cause, choices = _NONE, 0
         for position in range(pointer[task], pointer[task + 1]):
             other = needs[position]
             if times[other].start + tasks[other].duration >= times[task].start - tolerance:
@@ -269,7 +272,7 @@ def _find_moves(problem, orders, times, order, count, makespan, tolerance, moves
 
 @inlined
 def _may_swap(problem, orders, first, second, side):
-    """Whether two neighbours may change places: no dependency, lead or memory limit is against it."""
+    """True if two neighbours may change places: no dependency, lead or memory limit is against it."""
     microbatches = problem.microbatches
     kind, first_kind = second // microbatches, first // microbatches
     if kind == first_kind or max(kind, first_kind) < problem.fixed_kinds:
@@ -294,7 +297,7 @@ def _choose_move(problem, orders, times, moves, found, allowed_from, iteration, 
     """
     tasks = problem.tasks.shape[0]
     resources = problem.resources
-    chosen, fallback, ties = -1, -1, 0
+    chosen, fallback, ties = _NONE, _NONE, 0
     least = np.inf
     for move in range(found):
         u, v, v_side = moves.first[move], moves.second[move], moves.side[move]
@@ -334,9 +337,9 @@ def _estimate_makespan(problem, orders, times, u, v, u_side, v_side, both):
             if other >= 0:
                 behind = max(behind, times[other].tail + tasks[other].duration)
     v_start = _longest_ahead(problem, orders, times, v, u, ahead)
-    u_start = _longest_ahead(problem, orders, times, u, -1, v_start + tasks[v].duration)
+    u_start = _longest_ahead(problem, orders, times, u, _NONE, v_start + tasks[v].duration)
     u_tail = _longest_behind(problem, orders, times, u, v, behind)
-    v_tail = _longest_behind(problem, orders, times, v, -1, u_tail + tasks[u].duration)
+    v_tail = _longest_behind(problem, orders, times, v, _NONE, u_tail + tasks[u].duration)
     return max(v_start + tasks[v].duration + v_tail, u_start + tasks[u].duration + u_tail)
 
 

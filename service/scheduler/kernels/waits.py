@@ -72,14 +72,21 @@ def compile_waits(local, lanes, latest):
         else:
             number[index] = 1
         previous[here] = index
-        chosen = np.sort(candidates[:found])
+        # a few, sorted by insertion: numpy's sort takes longer to compile than all of this
+        for place in range(1, found):
+            need, at = candidates[place], place
+            while at > 0 and candidates[at - 1] > need:
+                candidates[at] = candidates[at - 1]
+                at -= 1
+            candidates[at] = need
         for position in range(found - 1, -1, -1):
-            need = chosen[position]
+            need = candidates[position]
             if after[index, lane[need]] >= number[need]:
                 continue
             if used == waits.shape[0]:
                 grown = np.empty(2 * used, dtype=np.int64)
-                grown[:used] = waits
+                for place in range(used):  # a slice's assignment compiles for seconds
+                    grown[place] = waits[place]
                 waits = grown
             waits[used] = need
             used += 1

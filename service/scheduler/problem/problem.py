@@ -9,6 +9,7 @@ and their decoder all read it. The order of transfers is not decided here but by
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,7 +18,14 @@ from typing import TypeVar
 import numpy as np
 
 from service.scheduler.kernels import BACKWARD, FORWARD, OPS, WEIGHT, Rows, Tasks
-from service.scheduler.problem.spec import PipelineSpec, check_spec, edge_costs, topological_order
+from service.scheduler.problem.spec import (
+    Contention,
+    PipelineSpec,
+    check_spec,
+    edge_costs,
+    link_contention,
+    topological_order,
+)
 from worker.contract.program import COMPUTE_LANE, receive_lane, send_lane
 
 
@@ -366,26 +374,52 @@ class Problem(MemoryArrays):
     def resources(self) -> np.ndarray:
         """int[kinds, 2]: what a kind occupies, −1 for nothing; resource p < meshes is the compute lane of p."""
         occupied = np.full((self.kinds, 2), -1, dtype=np.int64)
+        contention = link_contention(self.spec.network)
         for stage in range(self.stages):
             occupied[self.kind(stage, FORWARD) : self.kind(stage + 1, FORWARD), 0] = self.mesh_of_stage[stage]
         for index, transfer in enumerate(self.transfers):
             here, there = transfer.source_mesh, transfer.target_mesh
-            occupied[self.transfer_kind(index, 0)] = self._transfer_resources(here, there)
-            occupied[self.transfer_kind(index, 1)] = self._transfer_resources(there, here)
+            for direction, ends in enumerate(((here, there), (there, here))):
+                own = contention(*(self.spec.meshes[mesh].name for mesh in ends))
+                occupied[self.transfer_kind(index, direction)] = self._transfer_resources(*ends, own)
         return occupied
 
-    def _transfer_resources(self, sender: int, receiver: int) -> tuple[int, int]:
+    def _transfer_resources(self, sender: int, receiver: int, contention: Contention) -> tuple[int, int]:
         # with overlap off both compute lanes are taken, which implies every contention model
-        meshes, contention = self.meshes, self.spec.network.contention
+        meshes = self.meshes
         if not self.spec.overlap:
             return sender, receiver
         if contention == "none":
             return -1, -1
+        first = self._first_resources[contention]
         if contention == "link":
-            return meshes + sender * meshes + receiver, -1
+            return first + sender * meshes + receiver, -1
         if contention == "full-duplex":
-            return meshes + sender, 2 * meshes + receiver
-        return meshes + sender, meshes + receiver
+            return first + sender, first + meshes + receiver
+        return first + sender, first + receiver
+
+    @cached_property
+    def _first_resources(self) -> dict[Contention, int]:
+        """The first resource of each contention model of the network; transfers of different ones share none."""
+        network, meshes = self.spec.network, self.meshes
+        sizes: dict[Contention, int] = {
+            "none": 0,
+            "link": meshes * meshes,
+            "full-duplex": 2 * meshes,
+            "half-duplex": meshes,
+        }
+        own = {link.contention for link in network.links}
+        models = [
+            network.contention,
+            *(model for model in sizes if model in own and model != network.contention),
+        ]
+        starts = itertools.accumulate((sizes[model] for model in models), initial=meshes)
+        return dict(zip(models, starts, strict=False))
+
+    def contention_of(self, kind: int) -> Contention:
+        """The contention model of a transfer of this kind; the network's for compute."""
+        names = [self.spec.meshes[mesh[kind]].name for mesh in (self.sender_of_kind, self.receiver_of_kind)]
+        return link_contention(self.spec.network)(*names)
 
     @cached_property
     def exclusive_resources(self) -> list[int]:

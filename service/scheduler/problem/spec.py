@@ -114,12 +114,16 @@ class EdgeSpec(_FrozenModel):
 
 
 class LinkSpec(_FrozenModel):
-    """One directed pair of meshes; what is null is as in the rest of the network."""
+    """One directed pair of meshes; what is null is as in the rest of the network.
+
+    Transfers of different `contention` share nothing, also where they meet on one mesh: they use other wires.
+    """
 
     source: Name
     target: Name
     bandwidth_bytes_per_s: Bandwidth | None = None
     latency_s: Seconds | None = None
+    contention: Literal["link", "full-duplex", "half-duplex"] | None = None
 
 
 class NetworkSpec(_FrozenModel):
@@ -197,6 +201,7 @@ __all__ = [
     "StageSpec",
     "check_spec",
     "edge_costs",
+    "link_contention",
     "link_costs",
     "load_spec",
     "rematerialised_bytes",
@@ -296,6 +301,11 @@ def _check_links(spec: PipelineSpec, meshes: set[str]) -> None:
                 f"network.links.{index} gives the link {link.source!r} -> {link.target!r} again: give each pair once"
             )
         seen.add((link.source, link.target))
+        if link.contention is not None and spec.network.contention == "none":
+            raise SpecError(
+                f"network.links.{index} has contention {link.contention!r}, and network.contention is 'none': set the "
+                "network's to 'link', or remove the link's"
+            )
 
 
 def _check_edges(spec: PipelineSpec) -> None:
@@ -360,6 +370,14 @@ def link_costs(network: NetworkSpec) -> Callable[[str, str], tuple[float | None,
         return bandwidth, latency_s
 
     return of_pair
+
+
+def link_contention(network: NetworkSpec) -> Callable[[str, str], Contention]:
+    """The contention of the transfers of a directed pair of meshes."""
+    own = {
+        (link.source, link.target): link.contention for link in network.links if link.contention is not None
+    }
+    return lambda source, target: own.get((source, target), network.contention)
 
 
 def edge_costs(spec: PipelineSpec) -> Callable[[int], tuple[float, float]]:

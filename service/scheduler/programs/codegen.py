@@ -74,8 +74,8 @@ def occupied_resources(problem: Problem, kinds: np.ndarray, receiving: np.ndarra
     side = problem.resources[kinds]
     here = np.where(receiving, side[:, 1], side[:, 0])
     # a link belongs to the pair, and its lane already keeps its order
-    link = problem.spec.network.contention == "link" and problem.spec.overlap
-    return np.where((kinds >= problem.compute_kinds) & link, -1, here)
+    on_link = (side[:, 0] >= problem.meshes) & (side[:, 1] < 0)
+    return np.where(on_link, -1, here)
 
 
 def _waits_of_step(lane: np.ndarray, names: list[str], pointer: np.ndarray, waits: np.ndarray) -> list[int]:

@@ -1,4 +1,4 @@
-"""Decodes instruction lists into arrays and checks each instruction by itself; the first half of `verify`.
+"""Decodes instruction lists into arrays and checks each instruction by itself; the first half of `check_programs`.
 
 Raises PlanError, naming mesh and instruction. Reads only spec and programs, no timeline.
 """

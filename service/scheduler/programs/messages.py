@@ -1,11 +1,11 @@
 """Proves message order and deadlock freedom worker by worker, for meshes with several workers and reshardings.
 
-`verify` takes a mesh for one party. Here each worker runs its mesh's program by itself, and a resharded transfer
+`check_programs` takes a mesh for one party. Here each worker runs its mesh's program by itself, and a resharded transfer
 is the messages of its plan. Proven are two things: on each lane both ends of each ordered pair of workers have their
 messages in one order (other lanes have tags of their own); and no instruction, message or all-reduce waits for another in
 a circle. Every wait is taken as stricter than it is: an instruction begins when the one before it on its lane has
 ended, and a worker sends one message at a time and receives one, in the plan's order.
-Tensor-parallel collectives add no circle: `verify` takes a computation as one event of a mesh that begins when
+Tensor-parallel collectives add no circle: `check_programs` takes a computation as one event of a mesh that begins when
 all its workers have come to it, and a worker waits in such a collective for no more than that.
 """
 

@@ -6,7 +6,7 @@ REST: they stay, and fields that older plans lack are None.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,20 +112,28 @@ class Plan(BaseModel):
         return program_from_json(self.programs[mesh])
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlanProof:
+    """The proof of a plan: no step is shorter than `lower_bound_s`, the programs take `programs_makespan_s`, and
+    whether the plan is optimal; `truncated`: the search ended at its deadline."""
+
+    lower_bound_s: float
+    proven_optimal: bool
+    programs_makespan_s: float
+    truncated: bool
+
+
 def build_plan(
     timeline: Timeline,
+    programs: Mapping[str, Sequence[Instruction]],
+    proof: PlanProof,
     *,
     chosen: str,
-    lower_bound_s: float,
-    proven_optimal: bool,
-    programs_makespan_s: float,
-    truncated: bool,
     notes: Sequence[str],
     recomputed: Sequence[str] = (),
     made_with: PlanOrigin | None = None,
-    programs: dict[str, list[Instruction]],
 ) -> Plan:
-    """The plan of a timeline and its programs."""
+    """The plan of a timeline and its programs by mesh, which came from the schedule `chosen`."""
     problem = timeline.problem
     metrics = plan_metrics(timeline)
     buffers, memory = peak_receive_buffers(timeline), peak_memory(timeline)
@@ -147,11 +155,11 @@ def build_plan(
         schedule=problem.spec.schedule,
         chosen=chosen,
         makespan_s=timeline.makespan,
-        programs_makespan_s=max(programs_makespan_s, timeline.makespan),
+        programs_makespan_s=max(proof.programs_makespan_s, timeline.makespan),
         span_s=metrics.span_s,
-        lower_bound_s=lower_bound_s,
-        proven_optimal=proven_optimal,
-        truncated=truncated,
+        lower_bound_s=proof.lower_bound_s,
+        proven_optimal=proof.proven_optimal,
+        truncated=proof.truncated,
         made_with=made_with,
         notes=list(notes),
         bubble_ratio=metrics.bubble_ratio,

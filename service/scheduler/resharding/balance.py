@@ -10,7 +10,7 @@ from ortools.graph.python.max_flow import SimpleMaxFlow
 
 @dataclass(frozen=True)
 class LoadItem:
-    """So many elements that any of `options` may carry, each a part of them."""
+    """Elements that any of `options` may carry, each a share of them."""
 
     elements: int
     options: tuple[int, ...]

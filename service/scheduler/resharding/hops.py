@@ -157,7 +157,7 @@ class _Router:
             yield TilePart(number, begin, end, tuple(_chain_hops(sender, chain)))
 
     def _all_entries(self) -> dict[tuple[int, tuple[int, ...]], _HostEntry]:
-        """The entries of each tile into each host: cards by the least largest load, and workers of these cards."""
+        """The entries of each tile into each host: cards by the least largest load, and workers of the chosen cards."""
         wanted = [
             (number, group) for number, tile in enumerate(self._problem.tiles) for group in self._groups(tile)
         ]

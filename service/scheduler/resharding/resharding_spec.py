@@ -253,7 +253,7 @@ def _describe(item: Mapping[str, Any]) -> str:
 
 
 def _abbreviated(value: Any) -> str:
-    """As it is written, but for what is long: a file may hold lists of lists by reference, millions of them in ten lines."""
+    """The value's repr, shortened: a file may hold lists of lists by reference, millions of them in ten lines."""
     short = reprlib.Repr()
     short.maxlevel, short.maxlist, short.maxdict, short.maxstring, short.maxother = 3, 12, 12, 200, 200
     return short.repr(value)

@@ -70,7 +70,7 @@ def _next_wait(timeline: Timeline, mesh: int, at_s: float) -> tuple[int, int] | 
 
 
 def _available_at_s(timeline: Timeline, transfer: int) -> float:
-    """When what a transfer carries is first there, in seconds."""
+    """The time at which the data of a transfer is first there, in seconds."""
     problem = timeline.problem
     kind, microbatch = divmod(transfer, problem.microbatches)
     return min(timeline.end[need * problem.microbatches + microbatch] for need in problem.dependencies[kind])

@@ -14,16 +14,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
-from ortools.sat.python import cp_model
 
 from service.scheduler.kernels import BACKWARD, FORWARD, WEIGHT
 from service.scheduler.problem.memory import limited_posting_waits, posting_waits, send_buffer_waits
 from service.scheduler.problem.problem import Problem
 from service.scheduler.problem.timeline import OrderError, Timeline, order_by_start, retime
 from service.scheduler.search.origin import SOLVER_SEED
-from service.scheduler.search.windows import Window, WindowModel
+from service.scheduler.search.windows import Window, WindowModel, cp_model_module
+
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
 
 
 def exact_model_size(problem: Problem) -> int:
@@ -55,7 +58,7 @@ class ExactModel:
         self, problem: Problem, hint: Timeline, lengths: np.ndarray, scale: float, lower_bound_s: float
     ) -> None:
         self.problem, self.lengths = problem, lengths
-        self.model = cp_model.CpModel()
+        self.model = cp_model_module().CpModel()
         self.start: dict[int, cp_model.IntVar] = {}
         self._limits_buffers = bool((problem.receive_limit >= 0).any())
         self._limits_bytes = bool((problem.memory_limit >= 0).any()) and not problem.inference
@@ -369,10 +372,10 @@ def solve(
     solver = _new_solver(deterministic_limit)
     solver.parameters.use_strong_propagation_in_disjunctive = strong
     status = _solve_until_expired(solver, model.model, expired)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return ExactResult(None, lower_bound_s, status == cp_model.INFEASIBLE)
+    if not _is_solved(status):
+        return ExactResult(None, lower_bound_s, status == cp_model_module().INFEASIBLE)
     bound = max(lower_bound_s, solver.best_objective_bound / scale)
-    return ExactResult(model.read(solver, scale), bound, status == cp_model.OPTIMAL)
+    return ExactResult(model.read(solver, scale), bound, status == cp_model_module().OPTIMAL)
 
 
 def rearrange(
@@ -387,7 +390,7 @@ def rearrange(
     # where nothing shorter exists, presolve may creep to that by one unit of time at a time
     solver.parameters.cp_model_presolve = False
     status = solver.solve(model.model)
-    found = model.read(solver, scale) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
+    found = model.read(solver, scale) if _is_solved(status) else None
     return found, solver.response_proto.deterministic_time
 
 
@@ -403,12 +406,17 @@ def rearrange_window(
     solver = _new_solver(deterministic_limit)
     solver.parameters.cp_model_presolve = False  # see `rearrange`
     status = solver.solve(model.model)
-    found = model.read(solver) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
+    found = model.read(solver) if _is_solved(status) else None
     return found, solver.response_proto.deterministic_time
 
 
+def _is_solved(status: int) -> bool:
+    cp_model = cp_model_module()
+    return status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+
+
 def _new_solver(deterministic_limit: float) -> cp_model.CpSolver:
-    solver = cp_model.CpSolver()
+    solver = cp_model_module().CpSolver()
     # one worker with little presolve is reproducible, and proves these models faster than a portfolio
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = SOLVER_SEED

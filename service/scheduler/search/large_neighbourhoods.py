@@ -98,7 +98,7 @@ def _choose_neighbourhood(paths: WindowCutter, generator: np.random.Generator) -
 
 
 def _random_window(paths: WindowCutter, generator: np.random.Generator, width: float) -> Window:
-    """As many tasks as `width` somewhere; fewer at the beginning and at the end."""
+    """A window of `width` tasks at a random place; of fewer at the beginning and at the end."""
     tasks = len(paths.timeline.sequence)
     first = int(generator.uniform(-width / 2, tasks - width / 2)) if width < tasks else 0
     return paths.window(max(first, 0), min(max(first + int(width), 1), tasks))

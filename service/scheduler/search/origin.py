@@ -8,7 +8,6 @@ from importlib.metadata import version
 
 import numba
 import numpy as np
-import ortools
 
 RULES_SEED = 20261120  # of the generator that varies the rules
 SOLVER_SEED = 1  # of the exact solver
@@ -25,5 +24,5 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         "numpy": np.__version__,
         "numba": numba.__version__,
-        "ortools": ortools.__version__,
+        "ortools": version("ortools"),
     }

@@ -234,7 +234,7 @@ class ConstructivePlanner:
         return self.runner.runs * rule_run_s(self.problem)
 
     def follow(self, rule: Rule, *, late: bool = True, worth_s: float = np.inf) -> Timeline | None:
-        """The timeline of a rule; where its buffers do not fit beside its activations, with fewer of these.
+        """The timeline of a rule; where its buffers do not fit beside its activations, with fewer activations.
 
         With `late` transfers first go later, where that makes room. A timeline that is longer than `worth_s` before
         memory is looked at comes as it is.

@@ -13,9 +13,10 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
-from ortools.sat.python import cp_model
 
 from service.scheduler import kernels
 from service.scheduler.kernels import BACKWARD, FORWARD, WEIGHT
@@ -29,6 +30,18 @@ from service.scheduler.problem.timeline import (
     resource_edges,
     retime,
 )
+
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
+
+    _TimeExpr = cp_model.LinearExprT
+
+
+def cp_model_module() -> ModuleType:
+    """OR-Tools' CP-SAT, imported when a model is first built: with its pandas that takes longer than most plans."""
+    from ortools.sat.python import cp_model
+
+    return cp_model
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +124,7 @@ class Window:
 
     @property
     def tasks(self) -> np.ndarray:
-        """By start, causes first."""
+        """The tasks of the window by start, causes first."""
         return self.timeline.sequence[self.first : self.last]
 
     @cached_property
@@ -166,9 +179,6 @@ def has_buffer_limits(problem: Problem) -> bool:
     return bool((problem.receive_limit >= 0).any() or (problem.memory_limit >= 0).any())
 
 
-_TimeExpr = cp_model.LinearExprT
-
-
 class WindowModel:
     """The model of a window: shorter than it is, with `fixed` tasks of it in their order on every resource.
 
@@ -179,7 +189,7 @@ class WindowModel:
         self, window: Window, fixed: np.ndarray, lengths: np.ndarray, scale: float, least_gain: float
     ) -> None:
         self.window, self.problem = window, window.timeline.problem
-        self.model = cp_model.CpModel()
+        self.model = cp_model_module().CpModel()
         self._begin_s = float(window.timeline.start[window.tasks].min(initial=0.0))
         self._latest = math.floor((window.makespan * (1 - least_gain) - self._begin_s) * scale + 1e-6)
         self._scale = scale
@@ -358,7 +368,7 @@ class WindowModel:
         return self._inside(spans)
 
     def _begins(self, task: int) -> _TimeExpr:
-        """When a task begins; of one before the window 0 or when it did, of one behind it the very end."""
+        """The start of a task: 0 or its known start before the window, the very end behind it."""
         if task in self.start:
             return self.start[task]
         if self.window.timeline.rank[task] < self.window.first:

@@ -7,7 +7,6 @@ import json
 from service.scheduler.problem.spec import PipelineSpec, SpecError, is_chain, one_stage_per_mesh
 from service.scheduler.programs.plan import Plan
 from service.scheduler.views.chrome import chrome_trace
-from service.scheduler.views.svg import plan_svg
 from service.scheduler.views.text_tables import ComputeOrder, event_table, plan_summary, slot_table
 
 FORMATS = ("json", "csv", "table", "events", "chrome", "svg", "text")
@@ -24,8 +23,11 @@ def render(spec: PipelineSpec, plan: Plan, format: str) -> str:
     if format == "events":
         return json.dumps(event_table(_stage_orders(spec, plan)), separators=(",", ":")) + "\n"
     if format == "chrome":
-        return chrome_trace(slot.to_json() for slot in plan.slots)
+        trace = chrome_trace({"": (slot.to_json() for slot in plan.slots)})
+        return json.dumps(trace, separators=(",", ":")) + "\n"
     if format == "svg":
+        from service.scheduler.views.svg import plan_svg  # brings XML and, with it, Python's HTTP client
+
         return plan_svg(spec, plan)
     if format == "text":
         return plan_summary(spec, plan)

@@ -32,9 +32,14 @@ _WEAKER_LINK_RATIO = (
 _SINGLE_HOST_SHARE = 0.6  # of the cost of all hosts together, from which a single one is the cause
 
 
-def find_causes(step: StepGraph, spec: PipelineSpec, *, step_s: float) -> list[Cause]:
-    """The causes inside the timeline of a step that takes `step_s` in all, the most expensive first."""
-    finder = _CauseFinder(step, spec)
+def find_causes(
+    step: StepGraph, spec: PipelineSpec, *, step_s: float, nodes: Mapping[str, Collection[str]] | None = None
+) -> list[Cause]:
+    """The causes inside the timeline of a step that takes `step_s` in all, the most expensive first.
+
+    With the `nodes` of each mesh links between nodes are compared with each other, and those inside a node likewise.
+    """
+    finder = _CauseFinder(step, spec, nodes or {})
     causes = [*finder.stages(), *finder.computing(), *finder.links(), *finder.hosts()]
     return significant_causes(causes, step_s=step_s)
 
@@ -46,8 +51,8 @@ def significant_causes(causes: Collection[Cause], *, step_s: float) -> list[Caus
 
 
 class _CauseFinder:
-    def __init__(self, step: StepGraph, spec: PipelineSpec) -> None:
-        self._step, self._spec = step, spec
+    def __init__(self, step: StepGraph, spec: PipelineSpec, nodes: Mapping[str, Collection[str]]) -> None:
+        self._step, self._spec, self._nodes = step, spec, nodes
         self._now_s = step.makespan_s
         self._meshes = total_times_by(step, lambda task: task.mesh if task.target is None else None)
         self._ratios = {mesh: times.ratio for mesh, times in self._meshes.items()}
@@ -149,18 +154,24 @@ class _CauseFinder:
         weak: Mapping[Link, float],
         others: float,
     ) -> Cause:
-        parts = []
+        parts, none_slower = [], True
         for link in factor:
-            times = links[link]
-            parts.append(
-                f"transfers from {link[0]} to {link[1]} take {factor_text(times.ratio)} as long as planned "
-                f"({duration_text(times.measured_s)} instead of {duration_text(times.planned_s)} a step)"
-            )
-            if link in weak:
+            times, between = links[link], f"from {link[0]} to {link[1]}"
+            if times.ratio >= _SLOWER_RATIO * others:
+                none_slower = False
                 parts.append(
-                    f"its bandwidth was measured to be {1 / weak[link]:.1f} times below that of others"
+                    f"transfers {between} take {factor_text(times.ratio)} as long as planned "
+                    f"({duration_text(times.measured_s)} instead of {duration_text(times.planned_s)} a step)"
                 )
-        parts.append(f"other links take {factor_text(others)}")
+            if link in weak:
+                compared = {True: "of other links between nodes", False: "of other links inside a node"}
+                parts.append(
+                    f"the bandwidth {between} was measured before training to be {1 / weak[link]:.1f} times below that "
+                    f"{compared.get(self._crosses_nodes(link), 'of other links')}: its transfers take "
+                    f"{duration_text(times.measured_s)} a step"
+                )
+        if not none_slower:
+            parts.append(f"transfers on other links take {factor_text(others)} as long as planned")
         return Cause(
             CauseKind.LINK,
             " and ".join(f"{a} -> {b}" for a, b in factor),
@@ -174,12 +185,23 @@ class _CauseFinder:
         widths = {link: of_pair(*link)[0] for link in links}
         weak = {}
         for link, width in widths.items():
-            others = [w for other, w in widths.items() if w is not None and set(other) != set(link)]
+            others = [
+                w
+                for other, w in widths.items()
+                if w is not None
+                and set(other) != set(link)
+                and self._crosses_nodes(other) == self._crosses_nodes(link)
+            ]
             if width is None or not others or not self._carries_bytes(link):
                 continue
             if (usual := median_low(others)) >= _WEAKER_LINK_RATIO * width:
                 weak[link] = width / usual
         return weak
+
+    def _crosses_nodes(self, link: Link) -> bool | None:
+        """True for a link between nodes, False for one within a node; None where the nodes of its meshes are not known."""
+        first, second = (set(self._nodes.get(mesh, ())) for mesh in link)
+        return first.isdisjoint(second) if first and second else None
 
     def _carries_bytes(self, link: Link) -> bool:
         mesh_of = {stage.name: stage.mesh for stage in self._spec.stages}

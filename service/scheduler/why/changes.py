@@ -189,7 +189,7 @@ class CutSearch:
 
 
 def compute_s_by_mesh(step: StepGraph, seconds: Sequence[float]) -> dict[str, float]:
-    """By mesh, the seconds of its compute actions."""
+    """Seconds of compute actions by mesh."""
     found: dict[str, float] = {}
     for task, lasts_s in zip(step.tasks, seconds, strict=True):
         if task.target is None:

@@ -7,11 +7,12 @@ Totals leave out REDUCE and STEP, which come behind the makespan.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from service.scheduler.problem.spec import PipelineSpec
+from service.scheduler.why.calibration import Calibration, behind_makespan_s, calibrate
 from service.scheduler.why.causes import find_causes, significant_causes
 from service.scheduler.why.changes import JobLayers, best_change_of_kinds, find_changes
 from service.scheduler.why.gaps import TimedSlot, find_gaps
@@ -27,7 +28,7 @@ from service.scheduler.why.measured import (
     duration_text,
 )
 from service.scheduler.why.step_graph import Link, PlanMismatchError, make_step_graph
-from worker.contract.program import COMPUTE_OPS, FINAL_OPS, TRANSFER_OPS
+from worker.contract.program import COMPUTE_OPS, TRANSFER_OPS
 
 
 def timeline_totals(spec: PipelineSpec, slots: Sequence[TimedSlot]) -> TimelineTotals:
@@ -75,7 +76,8 @@ _CAUSE_OF_CHANGE = {
 class PlannedStep:
     """A job's plan as far as it explains a step: the problem, its slots and programs, and its promises.
 
-    `update_s` is what REDUCE and STEP take behind the makespan; `recomputed` the stages that recompute by choice.
+    `update_s` is what REDUCE and STEP take behind the makespan; `recomputed` the stages that recompute by choice;
+    `nodes` are those of each mesh, where they are known.
     """
 
     spec: PipelineSpec
@@ -85,6 +87,7 @@ class PlannedStep:
     lower_bound_s: float
     update_s: float = 0.0
     recomputed: Sequence[str] = ()
+    nodes: Mapping[str, Collection[str]] = field(default_factory=dict)
 
 
 def explain(
@@ -92,29 +95,33 @@ def explain(
     measured: Sequence[TimedSlot],
     *,
     step_s: float | None = None,
+    calibrated_by: Sequence[Sequence[TimedSlot]] = (),
     layers: JobLayers | None = None,
     expired: Callable[[], bool] = lambda: False,
 ) -> Explanation:
     """Why a step of this plan takes as long as it does, and what would shorten it.
 
     `measured` are the slots of one step (none: the plan alone is explained), `step_s` how long the driver saw that
-    step take. Changes that were not tried when `expired` says so are named.
+    step take. Changes are planned with the costs that the steps `calibrated_by` give (none: this step). Changes that were
+    not tried when `expired` says so are named.
     """
     planned = timeline_totals(plan.spec, plan.slots)
     notes = []
-    step, ran = None, None
+    step = usual = make_step_graph(plan.spec, plan.programs, plan.slots, plan.slots)
+    ran, calibration = None, None
     if measured:
         try:
-            step = make_step_graph(plan.spec, plan.programs, plan.slots, measured)
+            step = usual = make_step_graph(plan.spec, plan.programs, plan.slots, measured)
             ran = timeline_totals(plan.spec, measured)
         except PlanMismatchError as error:
             notes.append(f"the measured step is of another plan than the job's, or not whole: {error}")
-    if step is None:
-        step = make_step_graph(plan.spec, plan.programs, plan.slots, plan.slots)
+    steps = calibrated_by or [measured]
+    if ran is not None and (found := calibrate(plan.spec, plan.programs, plan.slots, steps)) is not None:
+        calibration, usual = found
     behind = _StepParts.of(measured, step_s) if ran is not None else None
     whole_s = plan.makespan_s + plan.update_s if behind is None else behind.step_s
     tried = find_changes(
-        step,
+        usual,
         plan.spec,
         layers or JobLayers({}),
         recomputed=plan.recomputed,
@@ -124,7 +131,10 @@ def explain(
     causes = (
         []
         if behind is None
-        else [*find_causes(step, plan.spec, step_s=whole_s), *_causes_outside_timeline(plan, behind)]
+        else [
+            *find_causes(step, plan.spec, step_s=whole_s, nodes=plan.nodes),
+            *_causes_outside_timeline(plan, behind),
+        ]
     )
     causes += _structural_causes(tried.changes, causes, whole_s)
     causes = significant_causes(causes, step_s=whole_s)
@@ -132,13 +142,14 @@ def explain(
         notes.append("the costs of the layers are kept no more: other cuts were not tried")
     healthy = not causes and _is_near_plan_and_bound(plan, planned, ran)
     return Explanation(
-        verdict=_verdict_text(plan, ran, causes, tried.changes),
+        verdict=_verdict_text(plan, ran, calibration, causes, tried.changes),
         healthy=healthy,
         step_s=whole_s,
         planned_step_s=plan.makespan_s + plan.update_s,
         lower_bound_s=plan.lower_bound_s,
         planned=planned,
         measured=ran,
+        calibrated=calibration,
         causes=tuple(causes),
         changes=tried.changes,
         left_out=tried.left_out,
@@ -157,10 +168,9 @@ class _StepParts:
     @classmethod
     def of(cls, slots: Sequence[TimedSlot], step_s: float | None) -> _StepParts:
         start_s = min(slot.start_s for slot in slots)
-        made_s = max((slot.end_s for slot in slots if slot.action not in FINAL_OPS), default=start_s)
         end_s = max(slot.end_s for slot in slots)
         whole_s = max(end_s - start_s, step_s or 0.0)
-        return cls(whole_s, end_s - made_s, whole_s - (end_s - start_s))
+        return cls(whole_s, behind_makespan_s(slots), whole_s - (end_s - start_s))
 
 
 def _causes_outside_timeline(plan: PlannedStep, behind: _StepParts) -> list[Cause]:
@@ -211,7 +221,11 @@ def _is_near_plan_and_bound(plan: PlannedStep, planned: TimelineTotals, ran: Tim
 
 
 def _verdict_text(
-    plan: PlannedStep, ran: TimelineTotals | None, causes: Sequence[Cause], changes: Sequence[Change]
+    plan: PlannedStep,
+    ran: TimelineTotals | None,
+    calibration: Calibration | None,
+    causes: Sequence[Cause],
+    changes: Sequence[Change],
 ) -> str:
     parts = []
     bound = (
@@ -228,9 +242,15 @@ def _verdict_text(
             if abs(more) <= 100 * (_NEAR_RATIO - 1)
             else f"{'over' if more > 0 else 'below'} its plan"
         )
+        calibrated = (
+            ""
+            if calibration is None
+            else f"; calibrated by {calibration.steps} measured {'step' if calibration.steps == 1 else 'steps'} "
+            f"it is {duration_text(calibration.makespan_s)}"
+        )
         parts.append(
             f"the timeline is {near} ({duration_text(ran.makespan_s)}, {more:+.1f} % beside the plan's "
-            f"{duration_text(plan.makespan_s)}), and {bound}"
+            f"{duration_text(plan.makespan_s)}{calibrated}), and {bound}"
         )
     if causes:
         parts.append(f"what costs most: {causes[0].message} ({duration_text(causes[0].cost_s)} of the step)")

@@ -288,7 +288,7 @@ class _SlotIndex:
         return held
 
     def _backward_end(self, stage: str, microbatch: int) -> float:
-        """When the backward of a microbatch has left the stage; never, if it is not in the timeline."""
+        """The end of a microbatch's backward on the stage; infinite if it is not in the timeline."""
         ran = self._ran(("B", "I", "W"), stage, microbatch)
         return max((slot.end_s for slot in ran), default=float("inf"))
 

@@ -22,6 +22,7 @@ from service.scheduler.problem.spec import (
     edge_costs,
     link_costs,
 )
+from service.scheduler.why.calibration import Calibration
 from service.scheduler.why.step_graph import Link, StepGraph, StepTask
 
 _NEGLIGIBLE_S = 1e-12
@@ -42,7 +43,7 @@ class PlannedAndMeasured:
 
 
 def total_times_by(step: StepGraph, key: Callable[[StepTask], Key | None]) -> dict[Key, PlannedAndMeasured]:
-    """Times of the tasks by a property of theirs; tasks without it (None) are left out."""
+    """Times of the tasks by one of their properties; tasks without it (None) are left out."""
     planned: dict[Key, float] = defaultdict(float)
     measured: dict[Key, float] = defaultdict(float)
     for task, plan_s, ran_s in zip(step.tasks, step.planned_s, step.measured_s, strict=True):
@@ -58,7 +59,7 @@ def median_ratio(ratios: Iterable[float]) -> float:
 
 
 def host_delays(step: StepGraph) -> dict[str, float]:
-    """By mesh, the mean seconds by which its actions begin later than they could."""
+    """Mean seconds by mesh by which its compute actions begin later than they could."""
     found: dict[str, list[float]] = defaultdict(list)
     for task, delay_s in zip(step.tasks, step.delay_s, strict=True):
         if task.target is None:
@@ -158,6 +159,7 @@ def scale_links(spec: PipelineSpec, factor: Mapping[Link, float]) -> PipelineSpe
             target=link[1],
             bandwidth_bytes_per_s=None if bandwidth is None else bandwidth / max(by, _NEGLIGIBLE_S),
             latency_s=latency_s * by,
+            contention=known[link].contention if link in known else None,
         )
     mesh_of = {stage.name: stage.mesh for stage in spec.stages}
     edges = []
@@ -209,6 +211,17 @@ def task_seconds(spec: PipelineSpec, step: StepGraph, recomputed: Iterable[str])
             }[task.op]
         )
     return seconds
+
+
+def with_decided_recomputation(spec: PipelineSpec, recomputed: Iterable[str]) -> PipelineSpec:
+    """The spec in which exactly the stages `recomputed` recompute, and no other may."""
+    chosen = {*recomputed}
+
+    def decided(stage: StageSpec) -> StageSpec:
+        again = stage.recompute if stage.name in chosen else None
+        return stage.model_copy(update={"recompute": again and again.model_copy(update={"required": True})})
+
+    return spec.model_copy(update={"stages": [decided(stage) for stage in spec.stages]})
 
 
 class CauseKind(StrEnum):
@@ -307,7 +320,8 @@ class Explanation:
     """The explanation of a step; causes and changes begin with the largest.
 
     `step_s` is the whole step that shares and gains are of; `left_out` are changes that were not tried for want of
-    time. A step is `healthy` where it is near its plan, the plan near its bound, and nothing is to blame.
+    time. A step is `healthy` where it is near its plan, the plan near its bound, and nothing is to blame. `calibrated`
+    is None where nothing was measured.
     """
 
     verdict: str
@@ -317,6 +331,7 @@ class Explanation:
     lower_bound_s: float
     planned: TimelineTotals
     measured: TimelineTotals | None
+    calibrated: Calibration | None
     causes: tuple[Cause, ...]
     changes: tuple[Change, ...]
     left_out: tuple[str, ...] = ()

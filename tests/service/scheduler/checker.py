@@ -152,7 +152,8 @@ def _check_causes(facts: Facts, compute: dict, back: dict, sent: dict, inference
 
 def _check_exclusive(facts: Facts, compute: dict, moves: list[dict]) -> None:
     occupied = defaultdict(list)
-    contention = facts.spec.get("network", {}).get("contention", "none")
+    network = facts.spec.get("network", {})
+    own = {(x["source"], x["target"]): x.get("contention") for x in network.get("links", [])}
     for s in compute.values():
         occupied["lane", s["mesh"]].append(s)
     for s in moves:
@@ -164,7 +165,7 @@ def _check_exclusive(facts: Facts, compute: dict, moves: list[dict]) -> None:
             "link": [("link", a, b)],
             "full-duplex": [("out", a), ("in", b)],
             "half-duplex": [("port", a), ("port", b)],
-        }[contention]
+        }[own.get((a, b)) or network.get("contention", "none")]
         if not facts.spec.get("overlap", True):
             keys = [*keys, ("lane", a), ("lane", b)]
         for key in keys:

@@ -84,6 +84,7 @@ def test_the_optimum_scales_with_the_costs(scale):
     )
 
 
+@pytest.mark.slow
 def test_a_deep_v_with_skips_reaches_its_bound():
     folded = [min(s, 15 - s) for s in range(16)]
     skips = tuple((s, 15 - s) for s in range(7))
@@ -112,6 +113,7 @@ def test_the_receive_buffers_are_part_of_what_is_proven():
     check_plan(data, json.loads(plan.model_dump_json()))
 
 
+@pytest.mark.slow
 def test_with_budget_zero_auto_is_never_worse_than_a_named_schedule():
     for stages, microbatches, transfer in ((2, 3, 0.2), (4, 8, 1.0), (5, 3, 0.7), (8, 16, 2.0)):
         data = chain(stages, microbatches, transfer=transfer, schedule="auto")
@@ -145,6 +147,7 @@ def test_every_registered_schedule_is_named_in_the_refusal_of_an_unknown_one():
     assert all(name in str(error.value) for name in SCHEDULES)
 
 
+@pytest.mark.slow
 def test_rearranging_parts_of_a_plan_shortens_it_and_keeps_every_limit():
     placed = [min(s, 9 - s) for s in range(10)]
     data = chain(10, 8, meshes=placed, schedule="auto", contention="none", transfer=0.4, split_backward=True)

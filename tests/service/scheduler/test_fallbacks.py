@@ -13,9 +13,9 @@ from service.scheduler.planner import find_timeline, make_plan
 from service.scheduler.problem import defects
 from service.scheduler.problem.defects import SchedulerDefect
 from service.scheduler.problem.spec import load_spec
+from service.scheduler.programs.check_programs import check_programs, check_slots
 from service.scheduler.programs.codegen import compile_programs
 from service.scheduler.programs.decode import PlanError
-from service.scheduler.programs.prove import check_slots, verify
 from tests.service.scheduler.checker import check_plan, run_programs
 from tests.service.scheduler.specs import measured
 
@@ -30,9 +30,9 @@ def refuse(monkeypatch, times):
         calls.append(programs)
         if len(calls) <= times:
             raise PlanError("planted")
-        return verify(spec, programs)
+        return check_programs(spec, programs)
 
-    monkeypatch.setattr(planner, "verify", failing)
+    monkeypatch.setattr(planner, "check_programs", failing)
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
@@ -80,7 +80,7 @@ def test_without_any_search_the_best_named_schedule_is_the_plan(monkeypatch):
 def test_a_slot_that_the_programs_start_at_another_time_is_named():
     spec = load_spec(DATA)
     timeline = find_timeline(spec, budget_s=0.0)
-    played = verify(spec, compile_programs(timeline))
+    played = check_programs(spec, compile_programs(timeline))
     check_slots(timeline, played)
     task = timeline.problem.task(2, 0, 3)
     start = timeline.start.copy()

@@ -14,6 +14,7 @@ from tests.service.scheduler.checker import check_plan, run_programs
 from tests.service.scheduler.specs import chain, measured
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("contention", ["link", "full-duplex", "half-duplex"])
 @pytest.mark.parametrize(
     ("meshes", "microbatches", "options"),
@@ -30,6 +31,7 @@ def test_a_measured_problem_is_planned_verified_and_checked(meshes, microbatches
     run_programs(data, written["programs"], seed=5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("meshes", "microbatches", "memory"), [(20, 20, None), (24, 24, 10.0), (40, 64, None)]
 )
@@ -39,6 +41,7 @@ def test_deep_measured_chains_are_planned_near_their_bound(meshes, microbatches,
     assert plan.makespan_s <= 1.25 * plan.lower_bound_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("meshes", "microbatches", "memory"), [(4, 16, 2.4), (8, 32, 5.0), (20, 40, None), (20, 40, 12.0)]
 )

@@ -1,15 +1,16 @@
-"""Random problems: every plan passes verify and an independent checker, bounds hold, auto is never worse.
+"""Random problems: every plan passes check_programs and an independent checker, bounds hold, auto is never worse.
 
 The same problems each time, by seeds that are written here; with SLOTLINE_TEST_NIGHTLY set, others each time and
 twenty times as many. With SLOTLINE_TEST_SHARE only that share of them, where the same tests run many times over.
 """
 
 import copy
+import itertools
 import json
 import os
 
 import pytest
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, example, given, seed, settings
 from hypothesis import strategies as st
 
 from service.scheduler.planner import make_plan
@@ -72,6 +73,47 @@ def test_with_few_receive_buffers_a_plan_is_feasible_or_refused_with_a_reason(da
     free = make_plan(load_spec(unlimited), budget_s=0.2)
     assert free.lower_bound_s <= plan["makespan_s"] * (1 + 1e-9)
     assert not free.proven_optimal or plan["makespan_s"] >= free.makespan_s * (1 - 1e-9)
+
+
+WORDS = st.sampled_from([None, "link", "full-duplex", "half-duplex"])
+
+
+# a mesh between two others, whose transfers take longer than computing: one at a time at each port
+HALF_DUPLEX_CHAIN = {
+    "microbatches": 4,
+    "meshes": [{"name": f"m{k}"} for k in range(3)],
+    "stages": [
+        {"name": f"s{k}", "mesh": f"m{k}", "forward_s": 1, "backward_input_s": 1, "backward_weight_s": 1}
+        for k in range(3)
+    ],
+    "edges": [{"source": f"s{k}", "target": f"s{k + 1}", "forward_s": 4, "backward_s": 4} for k in range(2)],
+    "network": {"contention": "link"},
+    "schedule": "auto",
+}
+
+
+@examples(40, 9)
+@example(data=HALF_DUPLEX_CHAIN, words=[("half-duplex", "half-duplex")] * 3)
+@given(data=random_specs(), words=st.lists(st.tuples(WORDS, WORDS), min_size=15, max_size=15))
+def test_each_link_is_shared_as_its_own_contention_says(data, words):
+    """The checker keeps what transfers of each contention occupy apart, and no two of one at the same time."""
+    data = copy.deepcopy(data)
+    pairs = itertools.combinations([mesh["name"] for mesh in data["meshes"]], 2)
+    links = [
+        {"source": source, "target": target, "contention": word}
+        for pair, both in zip(pairs, words, strict=False)
+        for (source, target), word in zip((pair, pair[::-1]), both, strict=True)
+        if word is not None
+    ]
+    if data["network"]["contention"] == "none":
+        data["network"]["contention"] = "link"
+    costs = {(link["source"], link["target"]): link for link in data["network"].get("links", [])}
+    for link in links:
+        costs[link["source"], link["target"]] = {**costs.get((link["source"], link["target"]), {}), **link}
+    data["network"]["links"] = list(costs.values())
+    plan = json.loads(make_plan(load_spec(data), budget_s=0.05).model_dump_json())
+    check_plan(data, plan)
+    run_programs(data, plan["programs"], seed=9)
 
 
 PLACED = {

@@ -13,6 +13,7 @@ from service.scheduler.search.bounds import lower_bounds
 from tests.service.scheduler.checker import check_plan
 from tests.service.scheduler.solver import optimum
 from tests.service.scheduler.specs import chain, measured
+from tests.tiers import some_by_day
 
 
 def priced(stages, microbatches, seed, **options):
@@ -45,7 +46,7 @@ def chosen(plan):
     return {slot.stage for slot in plan.slots if slot.action == "B"}
 
 
-@pytest.mark.parametrize("seed", range(10))
+@some_by_day("seed", range(10), by_day=1)
 def test_the_choice_is_the_best_of_all_choices_on_small_problems(seed):
     data = priced(3, 4, seed)
     names = [stage["name"] for stage in data["stages"]]
@@ -111,7 +112,7 @@ def orders(whole, *, late):
     return lanes
 
 
-@pytest.mark.parametrize("seed", range(60))
+@some_by_day("seed", range(60), by_day=6)
 def test_no_bound_is_above_a_plan_whose_microbatches_differ_in_form(seed):
     """`auto` takes one form for all backwards of a stage; its bound is for every plan of the spec."""
     data = priced(2, 3, 300 + seed)

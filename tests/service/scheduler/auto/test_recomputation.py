@@ -17,6 +17,7 @@ from service.scheduler.search.search import search
 from tests.service.scheduler.checker import check_plan
 from tests.service.scheduler.solver import optimum
 from tests.service.scheduler.specs import chain, measured
+from tests.tiers import some_by_day
 
 
 def decided(data, chosen):
@@ -56,7 +57,7 @@ def tight(stages, microbatches, seed):
     return data
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 4, 5])  # two stages, one or none of them recompute
+@some_by_day("seed", [0, 1, 2, 4, 5], by_day=1)  # two stages, one or none of them recompute
 def test_the_choice_is_the_best_of_all_choices_on_small_problems(seed):
     data = tight(3, 5, seed)
     names = [stage["name"] for stage in data["stages"]]
@@ -72,6 +73,7 @@ def test_the_choice_is_the_best_of_all_choices_on_small_problems(seed):
     check_plan(decided(data, chosen), json.loads(plan.model_dump_json()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_on_larger_problems_it_is_never_worse_than_none_or_all(seed):
     data = tight(8, 12, 100 + seed)
@@ -129,7 +131,7 @@ def several_a_mesh(seed):
     return data
 
 
-@pytest.mark.parametrize("seed", range(40))
+@some_by_day("seed", range(40), by_day=10)
 def test_what_comes_back_for_a_backward_is_counted_and_within_the_limits_wherever_stages_lie(seed):
     data = several_a_mesh(seed)
     plan = make_plan(load_spec(data), budget_s=0.3)
@@ -180,6 +182,7 @@ def test_estimates_end_with_the_work_for_them_and_the_first_of_the_candidates_is
     assert candidate_choices(names, estimate, relative_error=0.2)[0] == frozenset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("meshes", "microbatches", "memory"), [(3, 300, 2.5), (6, 12, 3), (40, 200, 20)])
 def test_an_estimator_does_its_work_and_little_more_and_is_not_below_what_the_bounds_allow(
     meshes, microbatches, memory

@@ -47,6 +47,7 @@ ALL = [(problem, name) for problem in PROBLEMS for name in NAMES if problem != "
 """The longest one once."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("problem", "name"), ALL)
 def test_it_is_within_two_percent_of_the_optimum_for_its_compute_orders_and_never_above_the_greedy_order(
     problem, name

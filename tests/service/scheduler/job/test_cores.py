@@ -13,7 +13,7 @@ from service.scheduler.job.cores import (
     with_slower_actions,
 )
 from service.scheduler.job.cut import PipelineSetup
-from service.scheduler.job.joint import PlanRequest, plan_jointly
+from service.scheduler.job.joint import JointSearchRequest, plan_jointly
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import MeshSpec, NetworkSpec, load_spec
 from tests.service.scheduler.specs import chain
@@ -34,7 +34,7 @@ def profile(layers, *, seconds=0.001):
 def planned(cores, *, meshes=4, workers=1, layers=8, microbatches=8):
     nodes = nodes_with_shared_cores((f"m{i}", "n", cores) for i in range(meshes) for _ in range(workers))
     return plan_jointly(
-        PlanRequest(
+        JointSearchRequest(
             {microbatches: profile(layers)},
             PipelineSetup(
                 [MeshSpec(name=f"m{i}") for i in range(meshes)],
@@ -127,7 +127,7 @@ def test_where_the_cores_decide_backwards_run_in_the_way_that_takes_less_of_them
         layers = tuple(replace(layer, backward_s=0.0014) for layer in costs.layers)
         nodes = nodes_with_shared_cores((f"m{i}", "n", cores) for i in range(4))
         found = plan_jointly(
-            PlanRequest(
+            JointSearchRequest(
                 {4: replace(costs, layers=layers)},
                 PipelineSetup(
                     [MeshSpec(name=f"m{i}") for i in range(4)], NetworkSpec(contention="link", latency_s=1e-5)

@@ -98,7 +98,7 @@ def test_a_transfer_lasts_as_long_as_the_resharding_that_the_workers_run(sizes):
 
 
 def test_stages_cost_and_keep_what_the_rows_of_a_worker_of_their_mesh_do():
-    spec = _answer((2, 1))["spec"]
+    spec = _answer((2, 1), schedule="1f1b")["spec"]
     first, second = spec["stages"]
     assert first["forward_s"] == pytest.approx(1e-3 * ROWS / 2)
     assert second["forward_s"] == pytest.approx(3 * 1e-3 * ROWS)

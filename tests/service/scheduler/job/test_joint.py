@@ -8,10 +8,11 @@ import pytest
 
 from service.scheduler.job import joint
 from service.scheduler.job.cut import PipelineSetup, balanced_cut, equal_layers_cut
-from service.scheduler.job.joint import PlanRequest, plan_jointly
+from service.scheduler.job.joint import JointSearchRequest, plan_jointly
 from service.scheduler.job.partition import partition
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import MeshSpec, NetworkSpec, SpecError
+from tests.tiers import some_by_day
 from worker.contract.costs import LinearCost, UpdateCosts
 from worker.contract.profile import LayerCost, LayerEdge, LayerProfile
 
@@ -74,12 +75,12 @@ def brute_force(profiles, stage_counts, mesh_list, net):
     return best
 
 
-@pytest.mark.parametrize("seed", range(3))
+@some_by_day("seed", range(3), by_day=2)
 @pytest.mark.parametrize("speed", [1e6, 1e5])
 def test_on_a_small_model_nothing_is_shorter_than_what_is_chosen(seed, speed):
     profiles = {4: measured(5, seed), 2: measured(5, seed, microbatch=2.0)}
     found = plan_jointly(
-        PlanRequest(profiles, PipelineSetup(meshes(2), network(speed)), stages=[2, 4]), budget_s=10.0
+        JointSearchRequest(profiles, PipelineSetup(meshes(2), network(speed)), stages=[2, 4]), budget_s=10.0
     )
     assert found.plan.makespan_s <= brute_force(profiles, [2, 4], meshes(2), network(speed)) * (1 + 1e-6)
 
@@ -122,7 +123,7 @@ def longest_update(profile, placement, borders, update, mesh_count, tied_s=lambd
 UPDATE = UpdateCosts(LinearCost(1e-4, 1e-5, 1e-9), LinearCost(2e-4, 2e-5, 3e-9))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@some_by_day("seed", range(4), by_day=1)
 def test_what_comes_behind_the_makespan_is_part_of_the_choice(seed):
     """Beside brute force over microbatches, stages, placement and cut; and where it matters the cut is another."""
     profiles = {n: trained(measured(5, seed, microbatch=4.0 / n), seed) for n in (4, 2)}
@@ -141,7 +142,7 @@ def test_what_comes_behind_the_makespan_is_part_of_the_choice(seed):
                     )
                     behind = longest_update(profile, placement, borders, (UPDATE.reduce, UPDATE.step), 2)
                     best = min(best, make_plan(result.spec, budget_s=1.0).makespan_s + behind)
-    request = PlanRequest(profiles, PipelineSetup(meshes(2), network(1e6)), stages=[2, 4])
+    request = JointSearchRequest(profiles, PipelineSetup(meshes(2), network(1e6)), stages=[2, 4])
     found = plan_jointly(replace(request, update=UPDATE), budget_s=10.0)
     assert found.step_s == pytest.approx(best, rel=1e-6)
     without = plan_jointly(request, budget_s=10.0)
@@ -152,32 +153,34 @@ def test_some_cut_is_another_because_of_what_comes_behind_the_makespan():
     differ = 0
     for seed in range(4):
         profiles = {4: trained(measured(5, seed), seed)}
-        request = PlanRequest(profiles, PipelineSetup(meshes(2), network(1e6)), stages=[2, 4])
+        request = JointSearchRequest(profiles, PipelineSetup(meshes(2), network(1e6)), stages=[2, 4])
         with_update = plan_jointly(replace(request, update=UPDATE), budget_s=4.0).partition
         differ += with_update.spec != plan_jointly(request, budget_s=4.0).partition.spec
     assert differ > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [4500, 7000])
 def test_memory_limits_are_part_of_the_choice(limit):
     profiles = {4: measured(6, 7)}
     mesh_list = meshes(3, memory_bytes=limit)
     found = plan_jointly(
-        PlanRequest(profiles, PipelineSetup(mesh_list, network(1e6)), stages=[3]), budget_s=10.0
+        JointSearchRequest(profiles, PipelineSetup(mesh_list, network(1e6)), stages=[3]), budget_s=10.0
     )
     assert max(mesh.peak_memory_bytes for mesh in found.plan.meshes) <= limit
     assert found.plan.makespan_s <= brute_force(profiles, [3], mesh_list, network(1e6)) * (1 + 1e-6)
 
 
-@pytest.mark.parametrize(
+@some_by_day(
     "profile",
     [measured(24, 1), measured(24, 2, head=6.0), measured(24, 3, skips=((2, 21), (5, 18), (8, 15)))],
+    by_day=1,
     ids=["chain", "heavy head", "skips"],
 )
 @pytest.mark.parametrize("speed", [1e6, 1e5, 3e4])
 def test_on_a_larger_model_the_choice_is_no_longer_than_even_balanced_or_formula_cuts(profile, speed):
     found = plan_jointly(
-        PlanRequest({8: profile}, PipelineSetup(meshes(4), network(speed)), stages=[4]), budget_s=4.0
+        JointSearchRequest({8: profile}, PipelineSetup(meshes(4), network(speed)), stages=[4]), budget_s=4.0
     )
     for begins in (equal_layers_cut(24, 4), balanced_cut(profile, 4), None):
         cut = "auto" if begins is None else [f"l{i}" for i in begins]
@@ -190,7 +193,7 @@ def test_on_a_larger_model_the_choice_is_no_longer_than_even_balanced_or_formula
 def test_a_cut_by_hand_is_kept_and_its_placement_chosen():
     profile = measured(8, 5)
     found = plan_jointly(
-        PlanRequest(
+        JointSearchRequest(
             {4: profile}, PipelineSetup(meshes(2), network(1e6)), stages=[4], cut=["l0", "l2", "l4", "l6"]
         ),
         budget_s=1.0,
@@ -201,14 +204,15 @@ def test_a_cut_by_hand_is_kept_and_its_placement_chosen():
 def test_what_fits_nowhere_is_refused_with_the_way_out():
     with pytest.raises(SpecError, match="raise"):
         plan_jointly(
-            PlanRequest(
+            JointSearchRequest(
                 {4: measured(6, 1)}, PipelineSetup(meshes(2, memory_bytes=100), network(1e6)), stages=[2]
             ),
             budget_s=1.0,
         )
     with pytest.raises(SpecError, match="at least one stage a mesh"):
         plan_jointly(
-            PlanRequest({4: measured(6, 1)}, PipelineSetup(meshes(3), network(1e6)), stages=[2]), budget_s=1.0
+            JointSearchRequest({4: measured(6, 1)}, PipelineSetup(meshes(3), network(1e6)), stages=[2]),
+            budget_s=1.0,
         )
 
 
@@ -217,7 +221,7 @@ def test_a_search_past_its_deadline_estimates_no_more_cuts(monkeypatch):
     estimated = []
     whole = joint.estimated_makespan
     monkeypatch.setattr(joint, "estimated_makespan", lambda *spec: (estimated.append(spec), whole(*spec))[1])
-    request = PlanRequest({4: measured(9, 3)}, PipelineSetup(meshes(4), network(1e6)), stages=[4])
+    request = JointSearchRequest({4: measured(9, 3)}, PipelineSetup(meshes(4), network(1e6)), stages=[4])
     late = plan_jointly(request, budget_s=10.0, expired=lambda: True)
     assert len(estimated) <= 3 and late.plan.truncated
     in_time = plan_jointly(request, budget_s=10.0)

@@ -8,7 +8,7 @@ import pytest
 
 from service.scheduler.job.heterogeneous import MeshParallelism, reshard_tensor
 from service.scheduler.job.network import cross_mesh_all_reduce_s, network_per_worker_pair
-from service.scheduler.problem.spec import NetworkSpec, link_costs
+from service.scheduler.problem.spec import LinkSpec, NetworkSpec, link_costs
 from service.scheduler.resharding.layout import Links, Tensor, mesh_layout
 from service.scheduler.resharding.resharding import plan_resharding
 from tests.service.scheduler.job.test_heterogeneous_meshes import ROWS, WIDTH
@@ -73,6 +73,35 @@ def test_links_of_their_own_are_shared_as_they_are_and_what_is_resharded_by_its_
     matrices = shares("aa", "bb", tensor=2)
     assert network_per_worker_pair(NETWORK, matrices) is NETWORK
     assert {*bandwidths(network_per_worker_pair(NETWORK, matrices, sums=True)).values()} == {SLOW / 2}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        (("aa", "bc"), 12.0),  # the slower cable; the card of a could carry both
+        (("aaaa", "bbcc"), 6.0),  # two pairs on the slower cable
+        (("aacc", "bbbb"), 12.0),  # the card of b, as fast as from a, receives four
+        (("ab", "ba"), 48.0),
+        (("aa", "bd"), 24.0),  # a to d was not measured: half of what first workers have
+    ],
+    ids=lambda value: " to ".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_pairs_of_a_spread_mesh_share_the_links_that_were_measured_between_their_nodes(nodes, expected):
+    speeds = {"ab": 48.0, "ac": 12.0, "bc": 48.0}
+    measured = {tuple(way): speed for pair, speed in speeds.items() for way in (pair, pair[::-1])}
+    network = NetworkSpec(bandwidth_bytes_per_s=48.0)
+    found = network_per_worker_pair(network, shares(*nodes), measured)
+    assert bandwidths(found)["m0", "m1"] == expected
+
+
+def test_a_links_contention_stays_its_own_where_pairs_share_its_bandwidth():
+    link = LinkSpec(source="m0", target="m1", bandwidth_bytes_per_s=1e8, contention="half-duplex")
+    network = NetworkSpec(contention="full-duplex", bandwidth_bytes_per_s=1e9, links=[link])
+    found = network_per_worker_pair(network, shares("aa", "bb"))
+    assert {(x.source, x.target): x.contention for x in found.links} == {
+        ("m0", "m1"): "half-duplex",
+        ("m1", "m0"): None,
+    }
 
 
 @pytest.mark.parametrize("data", [1, 2, 4])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from service.scheduler.job.cut import PipelineSetup
-from service.scheduler.job.joint import PlanRequest, plan_jointly
+from service.scheduler.job.joint import JointSearchRequest, plan_jointly
 from service.scheduler.job.partition import partition, place_stages
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import MeshSpec, NetworkSpec, SpecError, check_spec
@@ -233,7 +233,8 @@ def test_a_tensor_saved_by_two_layers_of_a_stage_is_counted_once():
     profile = LayerProfile(profile.layers, edges, "cpu", "", {})
     whole = partition(profile, PipelineSetup(meshes(1), fast()), stages=1, microbatches=1)
     assert [stage.activation_bytes for stage in whole.spec.stages] == [30 + 20 + 20 - 10 - 10]
-    parts = partition(profile, PipelineSetup(meshes(3), fast()), stages=3, microbatches=1)
+    setup = PipelineSetup(meshes(3), fast(), split_backward=False)
+    parts = partition(profile, setup, stages=3, microbatches=1)
     assert [stage.activation_bytes for stage in parts.spec.stages] == [30, 20, 20]
 
 
@@ -387,6 +388,24 @@ def test_every_action_of_every_stage_takes_what_the_engine_takes_besides_its_lay
     assert more == [[0.25, 0.0, 0.25, 0.25], [0.25] * 4]  # the first stage has no I
 
 
+def test_what_is_kept_for_w_counts_the_gradients_beside_the_weights_inputs():
+    """A layer's stash, and received tensors that are saved; of the first stage all, and what comes back to it."""
+    profile = chain([(1, 1, 1)] * 3, sizes=[10, 20], activations=[30, 50, 40])
+    layers = [
+        replace(layer, weight_stash_bytes=x) for layer, x in zip(profile.layers, (7, 55, 8), strict=True)
+    ]
+    edges = [replace(edge, saved_by_target=True) for edge in profile.edges]
+    profile = replace(profile, layers=tuple(layers), edges=tuple(edges))
+
+    def stages(schedule):
+        setup = PipelineSetup(meshes(3), fast(), schedule=schedule)
+        spec = partition(profile, setup, stages=3, microbatches=1).spec
+        return [(stage.activation_bytes, stage.weight_stash_bytes) for stage in spec.stages]
+
+    assert stages("zb-h1") == [(40, 40), (65, 65), (40, 28)]
+    assert stages("1f1b") == [(30, 30), (50, 50), (40, 28)]  # nothing is kept for W: as the forward leaves it
+
+
 def test_a_side_input_that_is_differentiable_keeps_the_first_part():
     profile = chain([(1, 1, 2), (1, 2, 3)])
     edges = (replace(profile.edges[0], differentiable=False), replace(profile.edges[0], tensor="u", order=1))
@@ -435,7 +454,7 @@ def recomputed_profile():
 def options(recompute, profile=None, **changes):
     found = partition(
         profile or recomputed_profile(),
-        PipelineSetup(meshes(2), recompute=recompute),
+        PipelineSetup(meshes(2), recompute=recompute, split_backward=False),
         stages=2,
         cut=["l0", "l2"],
         microbatches=2,
@@ -483,7 +502,7 @@ def test_a_job_recomputes_what_its_memory_asks_for_and_nothing_without_a_limit()
 
     def plan(limits, schedule):
         return plan_jointly(
-            PlanRequest(
+            JointSearchRequest(
                 {8: profile},
                 PipelineSetup(
                     [MeshSpec(name=f"m{i}", memory_bytes=limit) for i, limit in enumerate(limits)],

@@ -22,7 +22,6 @@ from tests.service.scheduler.job.test_forwards import _request
 from tests.service.scheduler.job.test_heterogeneous_meshes import LAYERS, ROWS, WIDTH, _profile
 from worker.contract.job import Job
 from worker.contract.resharding import ReshardingPlan as WorkerPlan
-from worker.tasks import profile as tasks_profile
 
 SLOW, LATENCY_S = 1e6, 1e-5
 APART = {"m0": "one", "m1": "two"}
@@ -252,8 +251,13 @@ def test_a_plan_made_before_for_pairs_is_used_as_it_is():
 
 
 def test_before_nodes_are_known_each_mesh_is_taken_to_have_its_own():
+    from worker.tasks.profile import assumed_workers
+
     read = Job.from_json(job_of(1, 2))
-    costs = {**costs_of(1, 2, APART), "workers": tasks_profile._worker_entries(read, "cpu")}
+    costs = {
+        **costs_of(1, 2, APART),
+        "workers": assumed_workers(read, "cpu"),
+    }
     profile = measured_profile(read, JobCosts.from_json(costs, read), 3)
     assert [one.nodes for one in profile.parallelism] == [("m0", "m0"), ("m1", "m1")]
     assert {one["node"] for one in costs["workers"]} == {"here"}, "on CPU all share this machine's cores"

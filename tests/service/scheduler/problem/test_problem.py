@@ -1,5 +1,10 @@
 """What meshes may hold and hold always, by numbers that are added up by hand."""
 
+import itertools
+
+import pytest
+
+from service.scheduler.planner import make_plan
 from service.scheduler.problem.problem import build_problem
 from service.scheduler.problem.spec import load_spec
 from tests.service.scheduler.specs import chain
@@ -68,3 +73,43 @@ def test_what_comes_back_to_be_computed_again_needs_its_room():
     alone = made(0)
     assert alone.workspace.tolist() == [0, 4] and alone.activation_limit_is_exact
     assert alone.activation_limit.tolist() == alone.relaxed_activation_limit.tolist() == [20, 16]
+
+
+def planned(network):
+    """Three meshes between which a microbatch takes longer than they compute on it."""
+    return make_plan(load_spec(chain(3, 4, transfer=3.0, schedule="1f1b") | {"network": network}))
+
+
+def links_of(word, *pairs):
+    return [{"source": a, "target": b, "contention": word} for pair in pairs for a, b in (pair, pair[::-1])]
+
+
+@pytest.mark.parametrize("word", ["link", "full-duplex", "half-duplex"])
+@pytest.mark.parametrize("elsewhere", ["link", "full-duplex", "half-duplex"])
+def test_links_that_all_have_one_contention_are_a_network_that_has_it(word, elsewhere):
+    links = links_of(word, ("m0", "m1"), ("m1", "m2"))
+    own, whole = planned({"contention": elsewhere, "links": links}), planned({"contention": word})
+    assert (own.slots, own.programs) == (whole.slots, whole.programs)
+
+
+def test_one_half_duplex_pair_takes_turns_and_leaves_the_others_what_they_can():
+    pairs = {"near": ("m0", "m1"), "far": ("m1", "m2")}
+    plan = planned({"contention": "link", "links": links_of("half-duplex", pairs["near"])})
+    sends = {
+        name: [
+            slot
+            for slot in plan.slots
+            if slot.lane.startswith("send:") and {slot.mesh, slot.lane[5:]} == {*pair}
+        ]
+        for name, pair in pairs.items()
+    }
+
+    def overlaps(first, second):
+        return any(
+            a.start_s < b.end_s and b.start_s < a.end_s
+            for a, b in itertools.product(first, second)
+            if a is not b
+        )
+
+    assert not overlaps(sends["near"], sends["near"]), "both directions share the port"
+    assert overlaps(sends["near"], sends["far"]), "m1 sends to m2 while it exchanges with m0"

@@ -34,6 +34,15 @@ def changed(**paths):
         (changed(stages__0__mesh="m9"), r"stage 's0' is on mesh 'm9', which does not exist"),
         (changed(stages__0__mesh="m1"), r"mesh 'm0' holds no stage"),
         (changed(colour="red"), r"colour is not a field"),
+        (
+            changed(
+                network={
+                    "contention": "none",
+                    "links": [{"source": "m0", "target": "m1", "contention": "half-duplex"}],
+                }
+            ),
+            r"network\.links\.0 has contention 'half-duplex', and network\.contention is 'none': set",
+        ),
         (changed(schedule="fastest"), r"schedule 'fastest' does not exist: use one of gpipe"),
         (changed(edges__0__forward_bytes=8), r"both forward_s 1\.0 and forward_bytes 8"),
         (changed(edges__0__forward_s=None), r"edge 0 has no forward cost"),

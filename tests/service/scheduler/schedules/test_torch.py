@@ -13,6 +13,7 @@ from service.scheduler.problem.spec import load_spec
 from service.scheduler.views.render import render
 from tests.missing import needs
 from tests.service.scheduler.specs import SHARED, chain
+from tests.tiers import some_by_day
 
 ORACLE, RUNNER = SHARED / "tools" / "torch_oracle.py", SHARED / "tools" / "torch_run.py"
 needs_tools = needs(ORACLE, "the shared folder beside the checkout has the tools")
@@ -41,7 +42,7 @@ def plan_csv(placed, microbatches, schedule, split):
 
 
 @needs_tools
-@pytest.mark.parametrize("meshes", [1, 2, 3, 4])
+@some_by_day("meshes", [1, 2, 3, 4], by_day=1)
 def test_torch_accepts_the_csv_of_every_schedule_on_every_placement(meshes, tmp_path):
     definition = importlib.util.spec_from_file_location("torch_oracle", ORACLE)
     oracle = importlib.util.module_from_spec(definition)

@@ -14,6 +14,7 @@ from service.scheduler.search import bounds as bounds_module
 from service.scheduler.search.bounds import drop_refuted_bounds, lower_bounds
 from tests.service.scheduler.solver import optimum
 from tests.service.scheduler.specs import measured
+from tests.tiers import some_by_day
 
 GRAPHS = int(os.environ.get("SLOTLINE_TEST_GRAPHS", "240"))
 PARTS = 8
@@ -67,6 +68,7 @@ def random_graph(seed):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_no_bound_is_above_an_optimum_and_what_is_called_proven_is_one(part):
     checked = proven = 0
@@ -145,7 +147,7 @@ def test_a_forwards_own_tensors_count_beside_the_activations_that_a_mesh_can_hol
     assert plan.lower_bound_s <= plan.makespan_s <= 1.08 * plan.lower_bound_s
 
 
-@pytest.mark.parametrize("seed", range(30))
+@some_by_day("seed", range(30), by_day=6)
 def test_no_bound_with_tensors_in_memory_is_above_a_plan(seed):
     draw = random.Random(seed)
     data = measured(

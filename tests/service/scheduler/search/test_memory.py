@@ -39,6 +39,7 @@ def limited_graph(seed):
     return data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_plan_stays_within_memory_and_near_the_optimum_under_it(part):
     checked = optimal = 0
@@ -84,6 +85,7 @@ def test_a_forward_waits_until_what_was_sent_before_it_is_gone(microbatches, siz
     assert any(one["op"] == "F" and sends & set(one["wait"]) for one in program)
 
 
+@pytest.mark.slow
 def test_a_plan_within_memory_bytes_is_proven_by_a_solver_that_counts_them():
     data = measured(4, 8, 17, memory=2.4)
     plan = make_plan(load_spec(data), budget_s=3)

@@ -125,6 +125,7 @@ whole = st.integers(1, 9)
 stages = st.tuples(whole, whole, st.sampled_from([0, 1, 2, 5]), st.sampled_from([0, 2]))
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
     costs=st.lists(stages, min_size=2, max_size=4),

@@ -62,6 +62,7 @@ def test_a_repetition_put_in_again_is_a_plan_of_the_long_step_within_the_same_me
     assert extended
 
 
+@pytest.mark.slow
 def test_what_a_short_step_finds_shortens_a_long_one():
     problem = build_problem(load_spec(half_duplex(64)), split=True)
     rulewise = search(problem, [], budget_s=0).timeline.makespan
@@ -92,6 +93,7 @@ def test_transfers_that_go_late_wait_in_fewer_receive_buffers_and_take_no_longer
     assert (late.start[compute] <= timeline.start[compute] * (1 + 1e-9) + 1e-12).all()
 
 
+@pytest.mark.slow
 def test_where_memory_is_short_transfers_wait_and_microbatches_do_not():
     """With transfers that go as early as they can fewer activations fit, and the plan was 21 % above its bound."""
     spec = load_spec(measured(8, 128, 136, memory=4.8))

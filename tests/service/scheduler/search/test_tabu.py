@@ -16,7 +16,7 @@ from service.scheduler.problem.problem import build_problem
 from service.scheduler.problem.spec import load_spec
 from service.scheduler.problem.timeline import retime
 from service.scheduler.programs.codegen import compile_programs
-from service.scheduler.programs.plan import build_plan
+from service.scheduler.programs.plan import PlanProof, build_plan
 from service.scheduler.search import priority_rules
 from service.scheduler.search import search as search_search
 from service.scheduler.search.search import search
@@ -24,6 +24,7 @@ from service.scheduler.search.tabu import tabu_search
 from tests.missing import needs
 from tests.service.scheduler.checker import check_plan
 from tests.service.scheduler.specs import SHARED, chain, random_specs
+from tests.tiers import some_by_day
 
 CASES_FILE = SHARED / "cases" / "plans.json"
 CASES = json.loads(CASES_FILE.read_text())["cases"] if CASES_FILE.exists() else []
@@ -60,19 +61,18 @@ def test_exchanged_orders_are_no_longer_and_keep_memory_causes_and_resources(dat
     assert np.array_equal(np.sort(after.sequence), np.sort(before.sequence))
     plan = build_plan(
         after,
+        compile_programs(after),
+        PlanProof(
+            lower_bound_s=0.0, proven_optimal=False, programs_makespan_s=after.makespan, truncated=False
+        ),
         chosen="searched",
-        lower_bound_s=0.0,
-        proven_optimal=False,
-        truncated=False,
         notes=[],
-        programs_makespan_s=after.makespan,
-        programs=compile_programs(after),
     )
     check_plan(data, json.loads(plan.model_dump_json()))
 
 
 @needs_cases
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+@some_by_day("case", CASES, by_day=6, ids=lambda case: case["name"])
 def test_the_worst_of_the_rules_is_brought_to_the_optimum(case):
     """At most 2 % off, without the exact solver."""
     spec = load_spec(case["spec"])

@@ -100,6 +100,7 @@ def test_a_window_over_everything_finds_what_the_model_of_the_whole_proves(data)
     assert timeline.makespan == pytest.approx(min(best, found.timeline.makespan), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_parts_of_a_v_of_many_microbatches_are_solved_and_shorten_it(monkeypatch):
     problem = v_placed(128)
     first = search(problem, [], budget_s=0).timeline

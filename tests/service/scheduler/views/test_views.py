@@ -2,6 +2,7 @@
 
 import json
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -13,8 +14,11 @@ from service.scheduler.problem.spec import SpecError, load_spec
 from service.scheduler.programs.plan import Plan
 from service.scheduler.schedules.csv import orders_from_csv
 from service.scheduler.views.render import FORMATS, plan_orders, render
+from service.scheduler.views.svg import timeline_svg
 from tests.service.scheduler.specs import chain
 from tests.service.scheduler.timelines import timeline_metrics
+
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture
@@ -81,6 +85,27 @@ def test_an_svg_shows_every_slot_and_names_every_mesh(spec):
     assert len(titles) == len(plan.slots)
     words = [t.text for t in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"m0", "m1", "m2"} <= set(words)
+
+
+def test_a_timeline_stands_below_its_plan_on_one_scale(spec):
+    plan = make_plan(spec)
+    slower = [replace(slot, start_s=2 * slot.start_s, end_s=2 * slot.end_s) for slot in plan.slots]
+    update = replace(plan.slots[0], action="STEP", stage=None, microbatch=None, start_s=12.0, end_s=13.0)
+    root = ElementTree.fromstring(
+        timeline_svg("job-1", {"planned": plan.slots, "measured": [*slower, update]})
+    )
+    boxes = [box for box in root.iter(f"{SVG}rect") if box.find(f"{SVG}title") is not None]
+    assert len(boxes) == 2 * len(plan.slots) + 1
+    planned, measured = boxes[: len(plan.slots)], boxes[len(plan.slots) : -1]
+    for one, other in zip(planned, measured, strict=True):
+        thinnest = other.get("width") == one.get("width") == "0.50"
+        assert thinnest or float(other.get("width")) == pytest.approx(2 * float(one.get("width")), abs=0.02)
+        assert float(other.get("y")) > max(float(box.get("y")) for box in planned)
+    words = [text.text for text in root.iter(f"{SVG}text")]
+    assert words.count("m0") == 2 and {"planned", "measured", "optimizer step"} <= set(words)
+    for slots in ([], plan.slots * 700):
+        with pytest.raises(ValueError, match=rf"1 to 20000 slots, this timeline has {len(slots)}"):
+            timeline_svg("job-1", {"planned": slots})
 
 
 def test_metrics_of_slots_equal_those_of_the_plan(spec):

@@ -50,6 +50,7 @@ def specs(draw: st.DrawFn) -> PipelineSpec:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(specs())
 def test_gaps_and_slots_together_cover_every_compute_lane(spec: PipelineSpec):

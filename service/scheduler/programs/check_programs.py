@@ -30,10 +30,10 @@ from service.scheduler.programs.decode import MeshProgram, PlanError, read_progr
 from service.scheduler.programs.replay import Replay, replay
 from worker.contract.program import Instruction
 
-__all__ = ["PlanError", "check_slots", "verify"]
+__all__ = ["PlanError", "check_programs", "check_slots"]
 
 
-def verify(spec: PipelineSpec, programs: Mapping[str, Sequence[Instruction]]) -> Replay:
+def check_programs(spec: PipelineSpec, programs: Mapping[str, Sequence[Instruction]]) -> Replay:
     """The programs played out; raises PlanError, naming instruction and mesh, unless they carry out the step.
 
     Proves: every action and transfer once and on its lane; every input there before its use by the
@@ -117,8 +117,8 @@ def _check_local_causes(problem: Problem, program: MeshProgram) -> None:
     if reason == 2:
         raise PlanError(
             f"{program.describe(index)} may run at the same time as {program.show(needed)}, but "
-            f"contention {problem.spec.network.contention!r}, overlap {problem.spec.overlap} lets only one of them run: "
-            "a wait is missing"
+            f"contention {problem.contention_of(int(kinds[index]))!r}, overlap {problem.spec.overlap} lets only one of "
+            "them run: a wait is missing"
         )
 
 
