@@ -18,12 +18,28 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
+from html import escape
+from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Self, TypeVar
+from urllib.parse import quote
 
 import httpx
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, PrivateAttr, ValidationError
 
+from service.client.job_spec import code_folder, with_import_paths, zip_folder
+from service.schemas.activity import (
+    EvaluationPage,
+    EvaluationView,
+    EventPage,
+    EventView,
+    LogLine,
+    LogPage,
+    StepPage,
+    StepView,
+    TimelineView,
+    WhyView,
+)
 from service.schemas.admin import (
     AuditPage,
     AuditView,
@@ -36,40 +52,33 @@ from service.schemas.admin import (
     TokenView,
     Whoami,
 )
-from service.schemas.artifacts import ArtifactList, OwnerUsage, RemovedView, RemovingView, UsageList
-from service.schemas.clusters import ClusterView
-from service.schemas.jobs import (
+from service.schemas.artifacts import (
+    ArtifactList,
     CheckpointFiles,
-    EvaluationPage,
-    EvaluationView,
-    EventPage,
-    EventView,
     ExportingView,
     ExportView,
-    Health,
-    JobPage,
+    OwnerUsage,
+    PackageView,
+    RemovedView,
+    RemovingView,
+    UsageList,
+)
+from service.schemas.clusters import ClusterView, NodeList, NodeView
+from service.schemas.jobs import JobPage, JobSummary, JobView
+from service.schemas.plans import (
     JobPlanPreview,
     JobPlanView,
-    JobSummary,
-    JobView,
-    LogLine,
-    LogPage,
-    PackageView,
-    Problem,
     ProfilingView,
-    QueueList,
-    QueueQuotaView,
-    QueueView,
-    StepPage,
-    StepView,
-    TimelineView,
-    Version,
+    SavedPlanList,
+    SavedPlanSummary,
+    SavedPlanView,
 )
-from service.schemas.plans import SavedPlanList, SavedPlanSummary, SavedPlanView, WhyView
+from service.schemas.queues import QueueList, QueueQuotaView, QueueView
+from service.schemas.system import Health, Problem, Version
 from service.settings.settings import is_loopback
 from service.spec.job import JobSpec
 from service.spec.principals import Role
-from service.spec.states import JobState
+from service.spec.states import JobState, NodeState
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 SERVER_AWAY_LIMIT_S = 300.0
@@ -89,6 +98,49 @@ _POLL_EVERY_S = 0.5
 _RECONNECT_AFTER_S = 1.0
 
 Model = TypeVar("Model", bound=BaseModel)
+
+
+class Rows(Iterator[Model]):
+    """Rows that are read page by page as they are asked for; in a notebook, all at once as a table of pandas."""
+
+    def __init__(self, rows: Iterator[Model]) -> None:
+        self._rows = rows
+
+    def __next__(self) -> Model:
+        return next(self._rows)
+
+    def to_pandas(self) -> Any:
+        """A DataFrame of the rows that are left, indexed by step; a metric is a column of its own."""
+        try:
+            import pandas
+        except ImportError:
+            raise ClientError("to_pandas needs pandas, which is not installed: pip install pandas") from None
+        frame = pandas.DataFrame(
+            {**{name: value for name, value in row if name != "metrics"}, **getattr(row, "metrics", {})}
+            for row in self
+        )
+        return frame.set_index("step") if "step" in frame else frame
+
+
+class JobTimeline(TimelineView):
+    """Planned and measured slots of one step; in a notebook they show themselves as the server draws them."""
+
+    _client: Client = PrivateAttr()
+
+    def svg(self) -> str:
+        """The planned step above the measured one as SVG, read from the server; ApiError for more than 20,000 slots."""
+        return self._client._timeline(self.job_id, self.step, "svg").text
+
+    def __repr__(self) -> str:
+        sides = {"planned": self.planned, "measured": self.measured}
+        parts = [f"{name} {1e3 * side.makespan_s:.4g} ms" for name, side in sides.items() if side is not None]
+        return f"<timeline of {self.job_id}, step {self.step}: {', '.join(parts)}>"
+
+    def _repr_html_(self) -> str:
+        try:
+            return f'<div style="overflow-x: auto">{self.svg()}</div>'
+        except (ClientError, RuntimeError) as error:  # RuntimeError: the client was closed since
+            return f"<p>{escape(repr(self))} has no picture: {escape(str(error))}</p>"
 
 
 class ClientError(Exception):
@@ -151,9 +203,24 @@ class Client:
 
     # Jobs
 
-    def submit(self, spec: JobSpec | Mapping[str, Any], *, idempotency_key: str | None = None) -> JobView:
-        """Queue a job. The same key with the same specification submits only once."""
-        body = spec.model_dump(mode="json") if isinstance(spec, JobSpec) else spec
+    def submit(
+        self,
+        spec: JobSpec | Mapping[str, Any] | None = None,
+        *,
+        idempotency_key: str | None = None,
+        **fields: Any,
+    ) -> JobView:
+        """Queue a job: `spec`, with `fields` in place of its own. The same key with the same job submits only once.
+
+        A function or class stands for its import path (`model=build`, `data=partial(Tokens, length=64)`); a folder of this
+        machine (`code={"working_dir": "src"}`) is uploaded.
+        """
+        given = spec.model_dump(mode="json") if isinstance(spec, JobSpec) else spec or {}
+        try:
+            body = with_import_paths({**given, **fields})
+        except ValueError as error:
+            raise ClientError(str(error)) from None
+        body = self.upload_code(body)
         headers = _without_none(**{"Idempotency-Key": idempotency_key})
         return self._post(JobView, "/api/v1/jobs", json=body, headers=headers)
 
@@ -243,26 +310,31 @@ class Client:
             return self._follow(LogLine, path, last, **filters)
         return self._items(LogPage, path, last, **filters)
 
-    def steps(self, job_id: str, *, after: int | None = None) -> Iterator[StepView]:
+    def steps(self, job_id: str, *, after: int | None = None) -> Rows[StepView]:
         """Loss and times of the steps above `after`, by attempt, then step; each step once, as it was last done."""
-        return self._items(StepPage, f"/api/v1/jobs/{job_id}/steps", limit=_PAGE_SIZE, after=after)
+        return Rows(self._items(StepPage, f"/api/v1/jobs/{job_id}/steps", limit=_PAGE_SIZE, after=after))
 
-    def evaluations(self, job_id: str) -> Iterator[EvaluationView]:
+    def evaluations(self, job_id: str) -> Rows[EvaluationView]:
         """Results of the job's evaluations, by attempt, then step; each once, as it was last done."""
-        return self._items(EvaluationPage, f"/api/v1/jobs/{job_id}/evaluations", limit=_PAGE_SIZE)
+        return Rows(self._items(EvaluationPage, f"/api/v1/jobs/{job_id}/evaluations", limit=_PAGE_SIZE))
 
     def plan(self, job_id: str) -> JobPlanView:
         """The job's stage starts, its pipeline spec, and the plan (DESIGN section 4)."""
         return self._get(JobPlanView, f"/api/v1/jobs/{job_id}/plan")
 
-    def timeline(self, job_id: str, step: int | None = None) -> TimelineView:
+    def timeline(self, job_id: str, step: int | None = None) -> JobTimeline:
         """Planned and measured slots of a profiled step, the last one if None."""
-        return self._get(TimelineView, f"/api/v1/jobs/{job_id}/timeline", step=step)
+        view = self._parsed(JobTimeline, self._timeline(job_id, step, "json"))
+        view._client = self
+        return view
 
     def chrome_trace(self, job_id: str, step: int | None = None) -> bytes:
         """The timeline as a JSON file for Perfetto."""
+        return self._timeline(job_id, step, "chrome").content
+
+    def _timeline(self, job_id: str, step: int | None, format: str) -> httpx.Response:
         path = f"/api/v1/jobs/{job_id}/timeline"
-        return self._call("GET", path, params=_without_none(step=step, format="chrome")).content
+        return self._call("GET", path, params=_without_none(step=step, format=format))
 
     def why(self, job_id: str, step: int | None = None) -> WhyView:
         """Idle time of a profiled step by reason, its causes, and changes that would shorten it; the last one if None."""
@@ -388,6 +460,17 @@ class Client:
         path = f"/api/v1/jobs/{job_id}/export"
         return self._until_answered(ExportView, ExportingView, path, call, limit_s=limit_s, waiting=waiting)
 
+    def upload_code(self, spec: Mapping[str, Any], base: Path = Path()) -> dict[str, Any]:
+        """The job with its code.working_dir, a folder of this machine (from `base` on), replaced by its package's URI."""
+        folder = code_folder(spec, base)
+        if folder is None:
+            return dict(spec)
+        try:
+            content = zip_folder(folder)
+        except ValueError as error:
+            raise ClientError(str(error)) from None
+        return {**spec, "code": {**spec["code"], "working_dir": self.upload_package(content).uri}}
+
     def upload_package(self, content: bytes) -> PackageView:
         """Store a zip of code; its `uri` goes into a job's code.working_dir."""
         headers = {"Content-Type": "application/zip"}
@@ -398,6 +481,19 @@ class Client:
     def cluster(self, name: str | None = None) -> ClusterView:
         """Nodes, accelerators and their users as last seen: of the cluster of this name, or of all."""
         return self._get(ClusterView, "/api/v1/cluster", cluster=name)
+
+    def nodes(self, cluster: str | None = None) -> list[NodeView]:
+        """Nodes with their states, accelerators and jobs: of the cluster of this name, or of all."""
+        return self._get(NodeList, "/api/v1/nodes", cluster=cluster).items
+
+    def set_node_state(
+        self, name: str, state: NodeState, *, reason: str = "", cluster: str | None = None
+    ) -> list[NodeView]:
+        """Have a node take no work (EXCLUDED), its jobs save and go on elsewhere (DRAINING), or all as before (READY); its
+        Ray nodes are returned. For operators."""
+        body, params = {"state": state, "reason": reason}, _without_none(cluster=cluster)
+        answer = self._call("PUT", f"/api/v1/nodes/{quote(name, safe='')}", json=body, params=params)
+        return self._parsed(NodeList, answer).items
 
     def queues(self) -> list[QueueView]:
         """Queues with their quotas, and the reason why each waiting job waits."""

@@ -1,4 +1,4 @@
-"""REST bodies for artifacts of jobs, their removal, and storage usage of owners.
+"""REST bodies for packages, checkpoints, exports and other artifacts of jobs, and for the storage of owners.
 
 Values only, shared by the routes and service.client.client: no web framework, no database, no Ray.
 """
@@ -9,6 +9,62 @@ from datetime import datetime
 from typing import Literal
 
 from pydantic import BaseModel, Field
+
+
+class PackageView(BaseModel):
+    uri: str
+    digest: str
+    size_bytes: int
+
+
+class CheckpointFile(BaseModel):
+    """A step's folder as it lies there. `loss` is the training loss of its step; `best`: the lowest of whole ones.
+
+    Without a manifest one is "unfinished", or "being written": its job runs, it is newer than the whole ones, and its
+    files changed in the last ten minutes.
+    """
+
+    step: int
+    uri: str
+    saved_at: datetime | None
+    size_bytes: int
+    state: Literal["complete", "being written", "damaged", "unfinished"]
+    damage: str | None = Field(description="What is wrong with it")
+    checked: Literal["sizes", "checksums"]
+    blocking_s: float | None = Field(None, description="Seconds that training stood still for it")
+    writing_s: float | None = Field(None, description="Seconds that the slowest worker wrote")
+    loss: float | None
+    latest: bool
+    best: bool
+    kept: list[Literal["latest", "best", "every"]] = Field(
+        default=[],
+        description="Why it stays, beside being one of the newest: checkpoint.keep_every is `every`",
+    )
+
+
+class CheckpointFiles(BaseModel):
+    uri: str
+    items: list[CheckpointFile]
+
+
+class ExportedFile(BaseModel):
+    name: str
+    bytes: int
+
+
+class ExportView(BaseModel):
+    """Weights as they were written: after which step, where, in which files, how many tensors."""
+
+    step: int
+    uri: str
+    files: list[ExportedFile]
+    tensors: int
+    notes: list[str] = []
+
+
+class ExportingView(BaseModel):
+    state: Literal["EXPORTING"]
+    message: str
 
 
 class ArtifactView(BaseModel):

@@ -11,7 +11,7 @@ import re
 from functools import lru_cache
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from service.schemas.jobs import CheckpointView, Integer
 from service.spec.job import METRIC_PATTERN, Arguments, Count
@@ -60,7 +60,21 @@ def driver_event_kind(kind: str) -> str:
 
 
 Metrics = Annotated[dict[Annotated[str, Field(pattern=METRIC_PATTERN)], FiniteOrNone], Field(max_length=32)]
-"""What a loss returned beside itself, by name: as worker/actor/loss.py lets it pass."""
+"""Metrics that a loss returned beside itself, by name: as worker/actor/loss.py lets them pass."""
+
+
+class ResumeSourceView(BaseModel):
+    """A checkpoint of another training; `job` and `step` where it is a job's."""
+
+    uri: str
+    job: str | None = None
+    step: int | None = None
+
+
+class TokenExchange(BaseModel):
+    """A token that the driver made, and that nobody else has seen."""
+
+    token: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{32,90}$")]
 
 
 class AttemptInput(BaseModel):
@@ -72,11 +86,27 @@ class AttemptInput(BaseModel):
     job: dict[str, Any]
     device: str
     resume: CheckpointView | None
+    resume_from: ResumeSourceView | None = Field(
+        default=None, description="The checkpoint that the job begins from while it has none of its own"
+    )
     protocol: int = Field(
         default=PROTOCOL, description="What this control plane speaks: worker/contract/versions.py"
     )
+    plan_timeout_s: float | None = Field(
+        default=None, description="Seconds that the driver waits for the answer to a request for a plan"
+    )
+    recorded: dict[str, int] = Field(
+        default={},
+        description="The last step of which there is a record (`steps`), and an evaluation (`evaluations`); -1 for none",
+    )
     secrets: dict[str, str] = Field(
         default={}, description="Environment variables that nothing but this answer holds"
+    )
+    checked: bool = Field(
+        default=False, description="The job was checked before: the driver does not check it again"
+    )
+    left_out_nodes: list[str] = Field(
+        default=[], description="Ray's ids of the nodes that take no work: drained, excluded or quarantined"
     )
 
 
@@ -94,6 +124,7 @@ class ReportedStep(_FromDriver):
     exposed_transfer_s: FiniteOrNone = None
     overlap_ratio: FiniteOrNone = None
     grad_norm: FiniteOrNone = None
+    learning_rate: FiniteOrNone = None
     started_at: FiniteOrNone = None
     peak_memory_bytes: dict[Label, Annotated[int, Field(ge=0, lt=2**63)]] = {}
 
@@ -160,6 +191,26 @@ class ReportedFlops(_FromDriver):
     peak_per_s: Annotated[float, Field(gt=0, lt=1e30)] | None = None
 
 
+class DrainingNode(_FromDriver):
+    node: Label
+    until: UnixTime | None = None
+
+
+class RunningPlan(_FromDriver):
+    """A plan that was swapped in between two steps: its first step, and what the answer to /replan had of it."""
+
+    since_step: Integer
+    plan: Arguments
+
+
+class ReplanRequest(_FromDriver):
+    """`since_step` is the first step of the plan that runs, null where the attempt began with it; `seconds_left` those of
+    the steps that are left."""
+
+    since_step: Integer | None = None
+    seconds_left: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
 class ReportIn(_FromDriver):
     sequence: SequenceNumber
     state: Literal["RUNNING", "SUCCEEDED", "FAILED", "CANCELLED"] | None = None
@@ -174,10 +225,20 @@ class ReportIn(_FromDriver):
     model_flops: ReportedFlops | None = None
     best_checkpoint: ReportedBest | None = None
     spans: Annotated[list[ReportedSpan], Field(max_length=10_000)] = []
+    failed_nodes: Annotated[
+        list[Label], Field(max_length=1024, description="Ray ids of the nodes that the failure is due to")
+    ] = []
+    draining: Annotated[
+        list[DrainingNode] | None, Field(max_length=10_000, description="All nodes that Ray drains now")
+    ] = None
+    running_plan: RunningPlan | None = None
 
 
 class ReportAnswer(BaseModel):
     command: Literal["continue", "stop", "cancel"]
+    wanted_checkpoints: list[int] = Field(
+        default=[], description="Steps whose checkpoints stay, as other jobs wait to begin from them"
+    )
 
 
 Bandwidth = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -189,15 +250,30 @@ class MeasuredLink(_FromDriver):
     target: Label
     bandwidth_bytes_per_s: Bandwidth | None = None
     latency_s: Latency | None = None
+    contention: Literal["link", "full-duplex", "half-duplex"] | None = None
+
+
+class MeasuredNodeLink(_FromDriver):
+    source: Label
+    target: Label
+    bandwidth_bytes_per_s: Bandwidth
 
 
 class Network(_FromDriver):
-    """A NetworkSpec as it was measured. Drivers that measure no contention send none of it: `link` is planned."""
+    """A NetworkSpec as it was measured, and the links between `nodes` from which it was made. Drivers that measure no
+    contention send none of it: `link` is planned."""
 
     contention: Literal["none", "link", "full-duplex", "half-duplex"] = "link"
     bandwidth_bytes_per_s: Bandwidth | None = None
     latency_s: Latency = 0.0
     links: Annotated[list[MeasuredLink], Field(max_length=100_000)] = []
+    nodes: Annotated[list[MeasuredNodeLink], Field(max_length=100_000)] = []
+
+    @model_validator(mode="after")
+    def _one_model_or_none(self) -> Self:
+        if self.contention == "none" and any(link.contention for link in self.links):
+            raise ValueError("a link has contention, the network has none")
+        return self
 
 
 class PlacedWorker(_FromDriver):
@@ -288,3 +364,49 @@ class PlanRequest(_FromDriver):
         if self.profile is None and not self.profiles:
             raise ValueError("no profile of the layers is given: send `profile`, or `profiles`")
         return self
+
+
+class OfferedNode(_FromDriver):
+    """A Node of service/scheduler/node_placement.py: `free` and `total` are workers that the node has room for."""
+
+    name: Label
+    free: Annotated[int, Field(ge=0, lt=2**31)]
+    total: Annotated[int, Field(ge=0, lt=2**31)]
+    accelerator_type: Label | None = None
+    nvlink_domain: Label | None = None
+    rack: Label | None = None
+    zone: Label | None = None
+
+
+class PlacedMesh(_FromDriver):
+    workers: Annotated[int, Field(ge=1, le=1024)]
+    tensor: Annotated[int, Field(ge=1, le=1024)] = 1
+
+    @model_validator(mode="after")
+    def _whole_groups(self) -> Self:
+        if self.workers % self.tensor:
+            raise ValueError(f"{self.workers} workers are no whole tensor-parallel groups of {self.tensor}")
+        return self
+
+
+class PlacementRequest(_FromDriver):
+    """The nodes of the cluster as the driver's Ray sees them, and the job's meshes."""
+
+    nodes: Annotated[list[OfferedNode], Field(max_length=10_000)]
+    meshes: Annotated[list[PlacedMesh], Field(min_length=1, max_length=1024)]
+
+    @field_validator("nodes")
+    @classmethod
+    def _names_differ(cls, nodes: list[OfferedNode]) -> list[OfferedNode]:
+        if len({node.name for node in nodes}) < len(nodes):
+            raise ValueError("two nodes have one name")
+        return nodes
+
+
+class PlacementAnswer(BaseModel):
+    """`workers` has the node of each worker of each mesh; null where the meshes do not fit now, for the reason `refused`.
+    `final` where they would not fit on idle nodes either."""
+
+    workers: list[list[str]] | None = None
+    refused: str | None = None
+    final: bool = False

@@ -1,4 +1,4 @@
-"""REST bodies for saved plans and for the analysis of a slow step; times in seconds.
+"""REST bodies for plans: of a job that trains, of one that does not, and saved ones; times in seconds.
 
 Values only, shared by the routes and service.client.client: no web framework, no database, no Ray.
 """
@@ -6,12 +6,14 @@ Values only, shared by the routes and service.client.client: no web framework, n
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from service.schemas.jobs import JobPlanPreview
 from service.spec.job import LimitedArguments
+
+ACTION_LIMIT = 200_000
+"""Largest microbatches x (stages + edges) that the control plane plans: what fits into its time and memory for one plan."""
 
 
 class PlanSpec(BaseModel):
@@ -27,6 +29,105 @@ class PlanSpec(BaseModel):
     @property
     def actions(self) -> int:
         return self.microbatches * (len(self.stages) + len(self.edges))
+
+
+class MeshUpdateView(BaseModel):
+    """The planned seconds of one mesh's REDUCE and STEP."""
+
+    mesh: str
+    reduce_s: float
+    step_s: float
+
+
+class CalibratedCostView(BaseModel):
+    """Seconds of one microbatch's action of a stage, or of a transfer; REDUCE and STEP are those of a mesh in one step.
+
+    `spread_s` is the median absolute deviation of steps, `late_s` from when all that it needs is there to its start.
+    """
+
+    mesh: str
+    action: str
+    seconds: float
+    spread_s: float
+    late_s: float
+    stage: str | None
+    edge: int | None
+    target: str | None = Field(description="The mesh that receives a transfer")
+
+
+class CalibrationView(BaseModel):
+    """The plan with the costs that `steps` profiled steps gave: medians over these steps.
+
+    `makespan_s` is that of the plan's programs with these costs, `measured_makespan_s` that of the steps themselves,
+    `spread_s` their median absolute deviation, `update_s` what REDUCE and STEP took behind it.
+    """
+
+    steps: int
+    makespan_s: float
+    measured_makespan_s: float
+    spread_s: float
+    update_s: float
+    costs: list[CalibratedCostView]
+
+
+class SavedPlanRef(BaseModel):
+    """A plan that its owner has saved under a name."""
+
+    id: str
+    owner: str
+    name: str
+
+
+class JobPlanView(BaseModel):
+    """`step_s` is the planned step: the plan's makespan, and `update_s`, the longest REDUCE and STEP behind it.
+    These are null, and `update` empty, in plans of an older Slotline."""
+
+    begins: list[str]
+    spec: dict[str, Any]
+    plan: dict[str, Any]
+    step_s: float | None = None
+    update_s: float | None = None
+    update: list[MeshUpdateView] = []
+    planning_notes: list[str] = Field(
+        default=[],
+        description="What is unusual about the plan: made without a search, a stage without parameters",
+    )
+    nodes: dict[str, list[str]] = Field(
+        default={},
+        description="The nodes of each mesh of the attempt that was planned for; empty without one",
+    )
+    calibrated: CalibrationView | None = Field(
+        default=None, description="The plan with measured costs; null until a step of it was profiled"
+    )
+    named: SavedPlanRef | None = Field(
+        default=None, description="The saved plan that this is; null where it was made for its job alone"
+    )
+
+
+class ReplanView(BaseModel):
+    """A shorter plan of the same stages on the same meshes for a running job: `planned_s` is its makespan at measured
+    costs, `running_s` that of the programs that run, `spread_s` the deviation of the measured steps. `found` is null where
+    there is none that is clearly shorter, and `why` says so."""
+
+    found: JobPlanView | None = None
+    running_s: float | None = None
+    planned_s: float | None = None
+    spread_s: float | None = None
+    why: str | None = None
+
+
+class JobPlanPreview(JobPlanView):
+    """The plan of a job that does not train. `notes` say what was assumed where it was not measured."""
+
+    measured_by: Literal["gang", "one worker"]
+    notes: list[str]
+
+
+class ProfilingView(BaseModel):
+    """A job's costs are being measured; the same request, sent again, answers with the plan."""
+
+    state: Literal["PROFILING"]
+    message: str
 
 
 class SavedPlanSummary(BaseModel):
@@ -63,67 +164,3 @@ class SavedPlanView(SavedPlanSummary):
 
     job: dict[str, object]
     plan: JobPlanPreview
-
-
-class MeshShareView(BaseModel):
-    """`idle_s` by reason, as on the job's page."""
-
-    mesh: str
-    compute_s: float
-    idle_s: dict[str, float]
-
-
-class LinkShareView(BaseModel):
-    """`exposed_s` is how long compute lanes were idle for what the link carried."""
-
-    source: str
-    target: str
-    transfers: int
-    transfer_s: float
-    exposed_s: float
-
-
-class WhySide(BaseModel):
-    makespan_s: float
-    meshes: list[MeshShareView]
-    links: list[LinkShareView]
-
-
-class CauseView(BaseModel):
-    """`cost_s` is how much shorter the step would be without it."""
-
-    kind: str
-    subject: str
-    cost_s: float
-    message: str
-
-
-class ChangeView(BaseModel):
-    """`gain_s` is how much shorter the step would be with it, planned anew; `alone_s` the part that is not the new
-    plan's; `step_s` what the step takes then."""
-
-    kind: str
-    subject: str
-    gain_s: float
-    alone_s: float
-    step_s: float
-    message: str
-
-
-class WhyView(BaseModel):
-    """Causes and changes, by falling cost and gain. `step` is null where none was measured."""
-
-    job_id: str
-    attempt: int
-    step: int | None
-    verdict: str
-    healthy: bool
-    step_s: float
-    planned_step_s: float
-    lower_bound_s: float
-    planned: WhySide
-    measured: WhySide | None
-    causes: list[CauseView]
-    changes: list[ChangeView]
-    left_out: list[str] = Field(description="Kinds of changes that were not tried for want of time")
-    notes: list[str]

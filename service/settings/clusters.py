@@ -1,7 +1,7 @@
 """Settings of Ray clusters and of the queues that belong to them.
 
-`RAY_ADDRESS` and the settings beside it describe the cluster named default; without an address that is a local Ray.
-Further clusters have names: `clusters`. Tokens are SecretStr and are never printed.
+`RAY_ADDRESS` and `RAY_AUTH_TOKEN` describe the cluster named default; without an address that is a local Ray.
+Further clusters, and those whose drivers need more said, have names: `clusters`. Tokens are SecretStr and are never printed.
 """
 
 from __future__ import annotations
@@ -46,13 +46,18 @@ class ClusterSettings(BaseModel):
     token_variable: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = Field(
         default=None, description="The environment variable that holds the token, in place of it"
     )
-    timeout_s: Annotated[float, Field(gt=0)] = 20.0
-    driver_ray_address: str | None = Field(default=None, description="As SLOTLINE_DRIVER_RAY_ADDRESS")
+    driver_ray_address: str | None = Field(
+        default=None,
+        description="`host:port` at which its drivers join Ray; needed where several Rays run on one machine",
+    )
     driver_url: str | None = Field(
         default=None, description="How its drivers reach this server, where that differs from other clusters'"
     )
-    driver_python: str = "python"
-    workers_per_gpu: Annotated[int, Field(ge=1, le=64)] = 1
+    driver_python: str = Field(default="python", description="Python that runs its drivers")
+    workers_per_gpu: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=1,
+        description="Workers that share one GPU, each counted as an accelerator; to try a pipeline on one GPU",
+    )
 
     @field_validator("address")
     @classmethod

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,9 +28,9 @@ from service.settings.clusters import (
 )
 from service.spec.job import Name
 from service.spec.principals import Role
-from service.spec.values import StateName, check_webhook_secret, checked_webhook_url
+from service.spec.values import check_webhook_secret, checked_webhook_url
 
-KIBIBYTE, MEBIBYTE = 1 << 10, 1 << 20
+MEBIBYTE = 1 << 20
 FOR_EVER = -1
 RetentionDays = Annotated[float, Field(ge=-1, le=100_000, allow_inf_nan=False)]
 _ASYNC_DRIVERS = {
@@ -115,37 +116,11 @@ class Settings(BaseSettings):
     ray_auth_token: SecretStr | None = Field(
         default=None,
         validation_alias=AliasChoices("SLOTLINE_RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN"),
-        description="Token of that cluster",
-    )
-    ray_auth_token_path: Path = Field(
-        default=Path("~/.ray/auth_token"),
-        validation_alias=AliasChoices("SLOTLINE_RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN_PATH"),
-        description="File with that token, where `RAY_AUTH_TOKEN` is not set; need not exist",
-    )
-    ray_timeout_s: Annotated[float, Field(gt=0)] = Field(
-        default=20.0, description="Limit of one call to Ray's Jobs API"
-    )
-    driver_ray_address: str | None = Field(
-        default=None,
-        description="`host:port` at which drivers join Ray; needed where several Ray clusters run on one machine",
+        description="Token of that cluster; where it is not set it is read as Ray does, from the file `RAY_AUTH_TOKEN_PATH` "
+        "or `~/.ray/auth_token`",
     )
     local_workers: Annotated[int, Field(ge=1, le=1024)] = Field(
         default=4, description="Accelerators that a local Ray offers"
-    )
-    local_ray_port: Annotated[int, Field(ge=0, le=65535)] = Field(
-        default=0, description="Port of the local Ray's Jobs API; 0 takes a free one"
-    )
-    local_object_store_bytes: Annotated[int, Field(ge=80 * MEBIBYTE)] = Field(
-        default=128 * MEBIBYTE, description="Object store of a local Ray"
-    )
-    workers_per_gpu: Annotated[int, Field(ge=1, le=64)] = Field(
-        default=1,
-        description="Workers that share one GPU, each counted as an accelerator; for tests of a pipeline on one GPU, "
-        "with CUDA MPS",
-    )
-    driver_python: str | None = Field(
-        default=None,
-        description="Python that runs drivers in the cluster; the default is `python`, of a local Ray this server's own",
     )
 
     # Further clusters, and queues
@@ -163,49 +138,19 @@ class Settings(BaseSettings):
         default=60.0,
         description="Time to save a checkpoint for a job that is preempted, or whose `max_duration` is over",
     )
-    queue_patience_s: Annotated[float, Field(gt=0)] = Field(
-        default=3600.0, description="An owner who had no start for this time has the next turn of the queue"
-    )
 
     # The orchestrator
     orchestrator: bool = Field(
         default=True,
         description="`false`: this server only answers, beside others on the same PostgreSQL that start jobs",
     )
-    lease_s: Annotated[float, Field(ge=1, le=600)] = Field(
-        default=10.0, description="An orchestrator that has not renewed its lease for this time is replaced"
-    )
-    tick_s: Annotated[float, Field(gt=0, le=60)] = Field(
-        default=0.5, description="Time between two rounds of the orchestrator"
-    )
-    cluster_refresh_s: Annotated[float, Field(gt=0)] = Field(
-        default=2.0, description="Time between two looks at a cluster's nodes"
-    )
-    heartbeat_timeout_s: Annotated[float, Field(gt=0)] = Field(
-        default=30.0, description="An event names a driver that has not reported for this time"
-    )
-    silence_limit_s: Annotated[float, Field(gt=0)] = Field(
-        default=600.0,
-        description="A driver that Ray still runs and that has not reported for this time is stopped",
-    )
     start_timeout_s: Annotated[float, Field(gt=0)] = Field(
         default=600.0, description="Limit for Ray to take a driver, and then for the driver's first report"
     )
-    cancel_grace_s: Annotated[float, Field(ge=0)] = Field(
-        default=15.0, description="Time for a cancelled job to end by itself before Ray stops it"
-    )
-    retry_backoff_s: Annotated[float, Field(ge=0)] = Field(
-        default=2.0, description="Pause before the second attempt; twice as long before each later one"
-    )
-    retry_backoff_limit_s: Annotated[float, Field(ge=0)] = Field(
-        default=60.0, description="Longest such pause"
-    )
-    metrics_linger_s: Annotated[float, Field(ge=0)] = Field(
-        default=60.0, description="Drivers still serve the metrics of a finished job for this time"
-    )
     profile_every_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         default=30.0,
-        description="Time between two steps whose slots are stored and exposed; a job's first two and its last always are",
+        description="Time between two steps whose slots are stored and exposed, at most; more often at the start of an "
+        "attempt: its first six steps, then after 1 s, 2 s, 4 s, ...; its last step too",
     )
     metrics_ports: Annotated[str, Field(pattern=r"^([0-9]{1,5}-[0-9]{1,5})?$")] = Field(
         default="",
@@ -216,30 +161,14 @@ class Settings(BaseSettings):
     plan_processes: Annotated[int, Field(ge=1)] = Field(
         default=1, description="Plans computed at once for users; one process more is kept for drivers"
     )
-    plan_queue: Annotated[int, Field(ge=0)] = Field(
-        default=4, description="Plans that may wait for a process; beyond that 503 with `Retry-After`"
-    )
-    plan_memory_bytes: Annotated[int, Field(ge=512 * MEBIBYTE)] = Field(
-        default=8192 * MEBIBYTE, description="Memory of one planning process"
+    plan_memory_bytes: Annotated[int, Field(ge=512 * MEBIBYTE)] | None = Field(
+        default=None,
+        description="Memory of one planning process (512 MiB at least); not set: 8 GiB, or its part of the container's "
+        "limit without 1 GiB for the server",
     )
     plan_budget_s: Annotated[float, Field(ge=0)] = Field(
-        default=10.0, description="Search time of `auto`, counted as work"
-    )
-    plan_timeout_s: Annotated[float, Field(gt=0)] = Field(
-        default=120.0, description="Limit of one plan by the clock"
-    )
-    plan_action_limit: Annotated[int, Field(ge=1)] = Field(
-        default=200_000,
-        description="Largest microbatches × (stages + edges) of `POST /api/v1/plans`, and of a job",
-    )
-    profile_timeout_s: Annotated[float, Field(gt=0)] = Field(
-        default=300.0, description="Limit for one worker to measure a job that is planned without training"
-    )
-    export_timeout_s: Annotated[float, Field(gt=0)] = Field(
-        default=3600.0, description="Limit for the cluster to write a job's final weights"
-    )
-    removal_timeout_s: Annotated[float, Field(gt=0)] = Field(
-        default=600.0, description="Limit of one deletion of checkpoints by the cluster"
+        default=10.0,
+        description="Search time of `auto`, counted as work; a job waits for a hundredth of what it trains at most",
     )
 
     # Retention
@@ -250,77 +179,21 @@ class Settings(BaseSettings):
         default=365.0,
         description="Days from a job's end until its steps, plan, post-mortems and logs are deleted; -1: never",
     )
-    keep_packages_days: RetentionDays = Field(
-        default=30.0,
-        description="Days from its last upload until code that no job names is deleted; -1: never",
-    )
     keep_checkpoints_days: RetentionDays = Field(
         default=-1.0,
         description="Days from a job's end until the cluster deletes its checkpoints and exports; -1: never",
     )
-    keep_plans_days: RetentionDays = Field(
-        default=90.0,
-        description="Days from the last submission with it until a saved plan is deleted; -1: never",
-    )
-    timelines_kept: Annotated[int, Field(ge=1)] = Field(
-        default=100, description="Profiled steps of one job whose slots are stored: the last ones"
-    )
-    named_plans: Annotated[int, Field(ge=0, le=100_000)] = Field(
-        default=100, description="Saved plans of one owner at most"
-    )
-
-    # Limits of what is stored and received
-    body_limit_bytes: Annotated[int, Field(ge=1024)] = Field(
-        default=32 * MEBIBYTE, description="Any request body, so a driver's report"
-    )
-    body_timeout_s: Annotated[float, Field(gt=0)] = Field(
-        default=30.0, description="Time in which a body must arrive, and a second more for each 64 KiB"
-    )
-    job_limit_bytes: Annotated[int, Field(ge=1024)] = Field(
-        default=256 * KIBIBYTE, description="The specification of a job"
-    )
-    plan_limit_bytes: Annotated[int, Field(ge=1024)] = Field(
-        default=MEBIBYTE, description="The specification of `POST /api/v1/plans`"
-    )
-    named_plan_limit_bytes: Annotated[int, Field(ge=1024)] = Field(
-        default=32 * MEBIBYTE, description="Size of one saved plan at most"
-    )
-    profile_limit_bytes: Annotated[int, Field(ge=1024)] = Field(
-        default=16 * MEBIBYTE, description="What a driver may store of one measurement"
-    )
-    package_limit_bytes: Annotated[int, Field(ge=1024)] = Field(
-        default=64 * MEBIBYTE, description="An uploaded zip of code"
-    )
-    package_unpacked_limit_bytes: Annotated[int, Field(ge=1024)] = Field(
-        default=512 * MEBIBYTE, description="The same, unpacked"
-    )
-    log_limit_bytes: Annotated[int, Field(ge=1024)] = Field(
-        default=1 * MEBIBYTE, description="Stored log of one attempt: its end"
-    )
 
     # Webhooks
     webhook_url: str | None = Field(
-        default=None, description="Called for every job, beside the job's own notifications"
+        default=None, description="Called when a job ends, beside the job's own notifications"
     )
     webhook_secret: SecretStr | None = Field(
         default=None, description="Signs what `SLOTLINE_WEBHOOK_URL` is sent"
     )
-    webhook_states: list[StateName] = Field(
-        default=["SUCCEEDED", "FAILED", "CANCELLED"], description="States of jobs for which it is called"
-    )
     webhooks_anywhere: bool = Field(
         default=False,
         description="Jobs may also name URLs of this machine and of private networks: the server calls them",
-    )
-    webhook_timeout_s: Annotated[float, Field(gt=0, le=120)] = Field(
-        default=10.0, description="Limit of one webhook call"
-    )
-    webhook_tries: Annotated[int, Field(ge=1, le=30)] = Field(
-        default=8, description="Calls of one notification at most"
-    )
-    webhook_backoff_s: Annotated[float, Field(ge=0, le=3600)] = Field(
-        default=5.0,
-        description="Pause before the second call; three times as long before each later one, at most an hour",
     )
 
     @field_validator("ray_address")
@@ -337,13 +210,7 @@ class Settings(BaseSettings):
             )
         return value
 
-    @field_validator(
-        "keep_timelines_days",
-        "keep_history_days",
-        "keep_packages_days",
-        "keep_plans_days",
-        "keep_checkpoints_days",
-    )
+    @field_validator("keep_timelines_days", "keep_history_days", "keep_checkpoints_days")
     @classmethod
     def _days_or_for_ever(cls, value: float) -> float:
         if -1 < value < 0:
@@ -528,7 +395,7 @@ class Settings(BaseSettings):
         """The default cluster's token: given, or in Ray's own file."""
         if self.ray_auth_token is not None:
             return self.ray_auth_token.get_secret_value()
-        file = self.ray_auth_token_path.expanduser()
+        file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
         return file.read_text().strip() or None if file.is_file() else None
 
     @property
@@ -536,6 +403,10 @@ class Settings(BaseSettings):
         """The tokens of all clusters that have one."""
         tokens = [self.ray_token, *(cluster.ray_token for cluster in self.clusters.values())]
         return [token for token in tokens if token]
+
+
+class RetiredSettingError(ValueError):
+    """The environment holds a setting that is none any more; the message names it and what to do."""
 
 
 def is_loopback(host: str) -> bool:
@@ -548,6 +419,25 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+_FIXED_VALUES = """
+    BODY_LIMIT_BYTES CANCEL_GRACE_S CLUSTER_REFRESH_S EXPORT_TIMEOUT_S KEEP_PACKAGES_DAYS KEEP_PLANS_DAYS LEASE_S
+    LOCAL_RAY_PORT LOG_LIMIT_BYTES METRICS_LINGER_S NAMED_PLANS NAMED_PLAN_LIMIT_BYTES PACKAGE_LIMIT_BYTES
+    PACKAGE_UNPACKED_LIMIT_BYTES PLAN_ACTION_LIMIT PLAN_TIMEOUT_S PROFILE_LIMIT_BYTES PROFILE_TIMEOUT_S
+    QUEUE_PATIENCE_S RAY_TIMEOUT_S REMOVAL_TIMEOUT_S RETRY_BACKOFF_LIMIT_S RETRY_BACKOFF_S SILENCE_LIMIT_S TICK_S
+    TIMELINES_KEPT
+"""
+_AS_CLUSTER = "name that cluster in SLOTLINE_CLUSTERS, with {}, and let its queues name it (SLOTLINE_QUEUES)"
+RETIRED_SETTINGS = {
+    "SLOTLINE_DRIVER_PYTHON": _AS_CLUSTER.format("driver_python"),
+    "SLOTLINE_DRIVER_RAY_ADDRESS": _AS_CLUSTER.format("driver_ray_address"),
+    "SLOTLINE_WORKERS_PER_GPU": _AS_CLUSTER.format("workers_per_gpu"),
+    "SLOTLINE_RAY_AUTH_TOKEN_PATH": "set RAY_AUTH_TOKEN_PATH, as for Ray's own commands",
+    "SLOTLINE_WEBHOOK_STATES": "SLOTLINE_WEBHOOK_URL is called when a job ends; a job's own notifications name its states",
+    **{f"SLOTLINE_{name}": "its value is fixed now" for name in _FIXED_VALUES.split()},
+}
+"""Variables that were settings, with what to do; they are refused, since a value that is ignored misleads."""
+
+
 def misspelt_settings(environment: Iterable[str]) -> dict[str, str]:
     """Variables whose names are almost a setting's, with the setting that was probably meant."""
     known = {f"SLOTLINE_{name.upper()}" for name in Settings.model_fields}
@@ -556,5 +446,13 @@ def misspelt_settings(environment: Iterable[str]) -> dict[str, str]:
 
 
 def load_settings(**values: Any) -> Settings:
-    """Settings from the environment, with `values` taking precedence (None means: not given)."""
+    """Settings from the environment, with `values` taking precedence (None means: not given).
+
+    Raises RetiredSettingError for variables that were settings.
+    """
+    if retired := [name for name in RETIRED_SETTINGS if os.environ.get(name)]:
+        remedies = "; ".join(f"{name} is no setting any more: {RETIRED_SETTINGS[name]}" for name in retired)
+        raise RetiredSettingError(
+            f"{remedies}. Remove {'it' if len(retired) == 1 else 'them'} from the environment"
+        )
     return Settings(**{name: value for name, value in values.items() if value is not None})

@@ -7,17 +7,20 @@ version may have written.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
+from service.spec.names import NAME_PATTERN
 from service.spec.resources import (
     Resources,
     check_batch_divides,
     check_elementwise_by_name,
     check_optimizer_sharding,
 )
+from service.spec.short_forms import check_no_stored_fields, long_form
 from service.spec.values import (
     Duration,
     Environment,
@@ -32,9 +35,7 @@ from service.spec.values import (
     check_storable,
 )
 
-JOB_ID_PATTERN = r"^[A-Za-z0-9-]{1,40}$"
 IDEMPOTENCY_KEY_PATTERN = r"^[\x21-\x7e]{1,255}$"
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 OWNER_PATTERN = r"^[\x20-\x7e]{1,200}$"
 FACTORY_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
 MAX_ARGUMENTS = 1000
@@ -78,16 +79,33 @@ AutoCount = Annotated[Literal["auto"] | Count, _auto_or_count(1_000_000)]
 AutoStages = Annotated[Literal["auto"] | Annotated[int, Field(ge=1, le=1024)], _auto_or_count(1024)]
 
 
+def _in_lower_case(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
 class Factory(SpecPart):
     """An import path `module:attribute` and the arguments of its call."""
 
+    example: ClassVar[str] = "torch.nn.functional:cross_entropy"
+    """A factory of this kind, for messages."""
     factory: Annotated[str, Field(pattern=FACTORY_PATTERN, max_length=500)]
     args: LimitedArguments = {}  # noqa: RUF012 (pydantic copies it)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_a_mapping(cls, data: object) -> object:
+        if isinstance(data, str):
+            raise ValueError(
+                f"is the text {data[:100]!r}: name what makes it by its import path, as "
+                f'{{factory: "{data if ":" in data and len(data) < 100 else cls.example}", args: {{}}}}'
+            )
+        return data
 
 
 class Model(Factory):
     """A model, its initial weights, and the part of its result that the loss takes."""
 
+    example: ClassVar[str] = "worker.examples.gpt:build"
     output: Annotated[str, Field(pattern=r"^(\*|\w+(\.\w+)*)$", max_length=500)] | None = Field(
         default=None,
         description="Part of the model's result that the loss takes, e.g. logits, or 0.hidden, or * for all of it; "
@@ -102,6 +120,11 @@ class Model(Factory):
         default=[],
         description="Parameters that are not trained, by name: *.bias as file names are matched, re: before a regular "
         "expression",
+    )
+    train: Literal["called", "as_built"] = Field(
+        default="called",
+        description="called: model.train() is called once when the model is built, as trainers do; as_built: each module "
+        "stays in the mode in which the factory left it",
     )
 
 
@@ -148,10 +171,6 @@ class DataOptions(BaseModel):
         default="repeat",
         description="At the end of the data: repeat begins again, stop ends the job with the last whole batch",
     )
-    skip_limit_s: _TimeoutSeconds = Field(
-        default=600.0,
-        description="Limit in seconds of a resume that passes over samples of a stream which cannot seek",
-    )
     loader: Loader = Loader()
 
     @model_validator(mode="after")
@@ -164,11 +183,15 @@ class DataOptions(BaseModel):
 class Data(Factory, DataOptions):
     """A data set or a stream, the options of reading it, and its collator (called with a list of samples)."""
 
+    example: ClassVar[str] = "worker.examples.text:ByteWindows"
+
     collate: Factory | None = None
 
 
 class Optimizer(Factory):
     """An optimizer, its parameter groups, and the schedule of its learning rate."""
+
+    example: ClassVar[str] = "torch.optim:AdamW"
 
     schedule: Factory | None = Field(
         default=None,
@@ -182,19 +205,11 @@ class Optimizer(Factory):
 
 
 class LossScaling(BaseModel):
-    """Loss scaling of fp16, in the words of torch.amp.GradScaler."""
+    """Loss scaling of fp16, which grows and backs off as torch.amp.GradScaler's does by default."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     init_scale: Annotated[float, Field(gt=0, le=2.0**100, allow_inf_nan=False)] = 2.0**16
-    growth_factor: Annotated[float, Field(gt=1, le=2.0**16, allow_inf_nan=False)] = 2.0
-    backoff_factor: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = 0.5
-    growth_interval: Annotated[int, Field(ge=1, le=1_000_000_000)] = Field(
-        default=2000, description="Steps without overflow after which the scale grows"
-    )
-    max_skipped_steps: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
-        default=24, description="The job fails after this number of steps in a row that overflow"
-    )
 
 
 class Training(SpecPart):
@@ -205,7 +220,7 @@ class Training(SpecPart):
         description="fp32: each module in its own type; bf16, fp16: by autocast, fp16 with loss scaling",
     )
     loss_scaling: LossScaling | None = Field(
-        default=None, description="Of precision fp16; null: as torch.amp.GradScaler scales by default"
+        default=None, description="The first scale of precision fp16; null: 65536"
     )
     sync_batch_norm: bool = Field(
         default=False,
@@ -219,12 +234,7 @@ class Training(SpecPart):
     compile: bool = Field(
         default=False,
         description="Every stage's forward and backward by torch.compile, before the first step; a stage that cannot be "
-        "compiled runs as traced, and an event says why",
-    )
-    compile_limit_s: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = Field(
-        default=300.0,
-        description="Limit in seconds of compiling in one worker: once for the layers that it measures, and once for its "
-        "stages; stages that are left then run as traced",
+        "compiled, or not within 20 minutes of a worker for all of them, runs as traced, and an event says why",
     )
     steps: Annotated[int, Field(ge=1, le=1_000_000_000)] = 100
     global_batch: Count = 32
@@ -280,13 +290,17 @@ class Pipeline(SpecPart):
         description="auto: planning chooses a multiple of resources.meshes, or as many as `cut` names",
     )
     cut: Literal["auto"] | Texts = "auto"
-    schedule: str = "auto"
+    schedule: Annotated[str, BeforeValidator(_in_lower_case)] = "auto"
     recompute: Literal["auto", "none", "all"] | Annotated[Texts, Field(min_length=1)] = Field(
         default="auto",
         description="Stages (s0, s1, …) or modules that keep their inputs only and compute their forward again in "
         "the backward; all; none; auto: where memory asks for it, and where the model itself checkpoints",
     )
     overlap: bool = True
+    replan: Literal["auto", "off"] = Field(
+        default="auto",
+        description="auto: a clearly shorter order that measured costs give is swapped in between two steps",
+    )
 
     @model_validator(mode="after")
     def _schedule_trains_and_cut_fits(self) -> Self:
@@ -304,6 +318,25 @@ class Pipeline(SpecPart):
         return self
 
 
+_JOB_CHECKPOINT = re.compile(r"([A-Za-z0-9-]{1,40})(?:@(\d{1,10}))?")
+ABSOLUTE_URI = re.compile(r"/|~/|[a-z][a-z0-9+.-]*:/")
+
+
+def parse_job_checkpoint(text: str) -> tuple[str, int | None] | None:
+    """The job and the step of JOB or JOB@STEP; None for the place of a checkpoint."""
+    match = _JOB_CHECKPOINT.fullmatch(text)
+    return None if match is None else (match[1], None if match[2] is None else int(match[2]))
+
+
+def _check_resume_from(value: str) -> str:
+    if parse_job_checkpoint(value) is None and not ABSOLUTE_URI.match(value):
+        raise ValueError(
+            f"is {value!r}: write JOB or JOB@STEP (`slotline checkpoints JOB` lists the steps), or the absolute path or URI "
+            "of a checkpoint's folder, which every worker sees"
+        )
+    return value
+
+
 class Checkpoint(SpecPart):
     """Place, interval and number of checkpoints."""
 
@@ -318,6 +351,13 @@ class Checkpoint(SpecPart):
     keep_every: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = Field(
         default=None,
         description="Checkpoints whose step is a multiple of this stay, beside the newest `keep`; a multiple of every_steps",
+    )
+
+    resume_from: Annotated[Text, AfterValidator(_check_resume_from)] | None = Field(
+        default=None,
+        description="Begin from a checkpoint: JOB (its newest) or JOB@STEP of one of your own jobs, or the absolute path or "
+        "URI of a checkpoint's folder. Parameters, optimizer state and the position in data are taken over; training goes "
+        "on behind its step",
     )
 
     @model_validator(mode="after")
@@ -367,6 +407,72 @@ class Evaluation(SpecPart):
         return self
 
 
+class Tracker(SpecPart):
+    """A tracker of the run's values: TensorBoard, W&B or MLflow, or an object that a factory makes."""
+
+    needed: ClassVar[dict[str, str]] = {"tensorboard": "dir", "wandb": "project", "mlflow": "experiment"}
+    """The field that each library needs."""
+    optional: ClassVar[dict[str, str]] = {"wandb": "entity", "mlflow": "uri"}
+
+    to: Annotated[str, Field(max_length=100)] | None = Field(
+        default=None, description="tensorboard, wandb or mlflow; null: as `factory` makes it"
+    )
+    dir: Text | None = Field(
+        default=None,
+        description="TensorBoard: folder of event files, an absolute path that every node sees, or a URL; a job has its own "
+        "folder there, NAME-ID",
+    )
+    project: Text | None = Field(default=None, description="W&B: the project; the run's id is the job's")
+    entity: Text | None = Field(default=None, description="W&B: user or team; null: the key's own")
+    experiment: Text | None = Field(
+        default=None, description="MLflow: the experiment, made where it is missing"
+    )
+    uri: Text | None = Field(
+        default=None, description="MLflow: the tracking server; null: MLFLOW_TRACKING_URI"
+    )
+    factory: Annotated[str, Field(pattern=FACTORY_PATTERN, max_length=500)] | None = Field(
+        default=None, description="Import path of what makes an object with start, log and finish"
+    )
+    args: LimitedArguments = Field(default={}, description="Arguments of the factory")
+
+    @model_validator(mode="after")
+    def _names_one_place_and_its_fields(self) -> Self:
+        given = {name for name in type(self).model_fields if getattr(self, name)} - {"to"}
+        if self.to is None:
+            if self.factory is None:
+                raise ValueError(
+                    "names no tracker: give `to` (tensorboard, wandb or mlflow), or the factory of your own"
+                )
+            allowed = {"factory", "args"}
+        elif self.to in self.needed:
+            needed = self.needed[self.to]
+            if needed not in given:
+                raise ValueError(f"{self.to} has no {needed}: write {{to: {self.to}, {needed}: …}}")
+            allowed = {needed, self.optional.get(self.to)}
+        else:
+            raise ValueError(
+                f"to is {self.to!r}: write tensorboard, wandb or mlflow, or give a factory of your own tracker"
+            )
+        if others := sorted(given - allowed):
+            place = self.to or "a factory"
+            raise ValueError(
+                f"{', '.join(others)} with {place}, which takes none: leave out {' and '.join(others)}"
+            )
+        if self.dir is not None and not (self.dir.startswith("/") or "://" in self.dir):
+            raise ValueError(
+                f"dir {self.dir!r} is relative, and the driver's own folder goes with its attempt: "
+                "give an absolute path that every node sees, or a URL"
+            )
+        return self
+
+
+def _check_trackers_differ(trackers: list[Tracker]) -> list[Tracker]:
+    names = [tracker.to for tracker in trackers if tracker.to is not None]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"names {', '.join(twice)} twice: a job has one run there, leave out the other")
+    return trackers
+
+
 class Retry(SpecPart):
     """Number of further attempts after failed ones, by cause; -1: without limit."""
 
@@ -393,7 +499,7 @@ class Code(SpecPart):
 
 
 class JobSpec(SpecPart):
-    """What a user submits (DESIGN section 11). Unknown fields are refused."""
+    """A job as a user submits it (DESIGN section 11). Unknown fields are refused."""
 
     name: Name = "job"
     model: Model
@@ -405,6 +511,9 @@ class JobSpec(SpecPart):
     resources: Resources = Resources()
     checkpoint: Checkpoint | None = None
     evaluation: Evaluation | None = None
+    tracking: Annotated[
+        list[Tracker], Field(max_length=5, fail_fast=True), AfterValidator(_check_trackers_differ)
+    ] = Field(default=[], description="Where the run's values go beside Slotline's own pages and metrics")
     retry: Retry = Retry()
     code: Code = Code()
     env: Environment = Field(default={}, description="Environment variables of the driver and the workers")
@@ -429,9 +538,11 @@ class JobSpec(SpecPart):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_mesh_a_stage_by_default(cls, data: object) -> object:
+    def _in_the_long_form(cls, data: object) -> object:
+        """Without short forms, and with one mesh a stage where nothing says how many there are."""
         if not isinstance(data, dict):
             return data
+        data = long_form(data)
         resources, pipeline = data.get("resources", {}), data.get("pipeline", {})
         if (
             not isinstance(resources, dict)
@@ -496,8 +607,8 @@ class JobSpec(SpecPart):
             )
         if self.training.sync_batch_norm and self.resources.tensor > 1:
             raise ValueError(
-                f"training.sync_batch_norm sums over the workers of a mesh, of which resources.tensor "
-                f"{self.resources.tensor} have the same rows: set tensor to 1, or leave sync_batch_norm out"
+                f"training.sync_batch_norm sums over the workers of a mesh, of which parallelism.tp "
+                f"{self.resources.tensor} have the same rows: set tp to 1, or leave sync_batch_norm out"
             )
         check_optimizer_sharding(self.resources.shard, self.resources.meshes, self.optimizer.factory)
         check_elementwise_by_name(self.resources.tensor, self.optimizer.factory)
@@ -517,6 +628,18 @@ class JobSpec(SpecPart):
     def accelerators(self) -> int:
         """Number of accelerators of the whole gang."""
         return sum(self.mesh_sizes)
+
+
+class SubmittedJob(JobSpec):
+    """A JobSpec as users send it: without some of the fields in which stored ones have their meshes. A stored one is taken
+    whole."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_stored_fields(cls, data: object) -> object:
+        if isinstance(data, dict):
+            check_no_stored_fields(data)
+        return data
 
 
 def stored_field(spec: Mapping[str, Any], section: str, field: str, default: Any) -> Any:
@@ -541,3 +664,18 @@ def stored_plan_name(spec: Mapping[str, Any]) -> str:
     """Name of the saved plan that a stored job was submitted with; empty where it has none."""
     name = spec.get("plan")
     return name if isinstance(name, str) else ""
+
+
+def relative_places(spec: JobSpec) -> list[tuple[str, str, str]]:
+    """Field, value and message of each place that workers, who all have other current folders, would not find."""
+    found = []
+    if spec.checkpoint is not None and not ABSOLUTE_URI.match(spec.checkpoint.uri):
+        message = (
+            "is relative, and every worker has another current folder: "
+            "give an absolute path that all of them see, or a URL such as s3://bucket/folder"
+        )
+        found.append(("checkpoint.uri", spec.checkpoint.uri, message))
+    if (weights := spec.model.weights) is not None and not weights.startswith(("/", "~/")):
+        message = "is no absolute path: every worker reads its part itself; give one that all of them see"
+        found.append(("model.weights", weights, message))
+    return found

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
 from service.spec.values import Pattern, SpecPart
 
@@ -102,8 +103,8 @@ def check_elementwise_by_name(tensor: int, optimizer: str) -> None:
     """
     if tensor > 1 and (name := _non_elementwise_name(optimizer)):
         raise ValueError(
-            f"resources.tensor is {tensor}, and {name} does not update each element by itself: of a part of a matrix it "
-            "would make something else than of the whole; set tensor to 1, or choose another optimizer "
+            f"parallelism.tp is {tensor}, and {name} does not update each element by itself: of a part of a matrix it "
+            "would make something else than of the whole; set tp to 1, or choose another optimizer "
             "(torch.optim:AdamW, ...)"
         )
 
@@ -144,18 +145,19 @@ def check_tensor_parallel(
     if tensor == 1:
         if plan is not None:
             raise ValueError(
-                "tensor_plan says how matrices are split, and tensor is 1: set tensor, or leave the plan out"
+                "tensor_plan says how matrices are split, and tensor parallelism is 1: set parallelism.tp, or leave the "
+                "plan out"
             )
         return
     if plan is not None and {*plan.values()} <= {"replicate"}:
         raise ValueError(
             f"tensor_plan splits no matrix and tensor is {tensor}: say which are colwise, rowwise or vocab, leave the plan "
-            "out for that of the known model families, or set tensor to 1"
+            "out for that of the known model families, or set tp to 1"
         )
     for size, tensor in zip(workers, tensors, strict=True):
         if size % tensor:
             raise ValueError(
-                f"tensor {tensor} does not divide workers_per_mesh {size}: use one of {_divisors_text(size)}, "
+                f"tensor {tensor} does not divide the {size} workers of a mesh: use one of {_divisors_text(size)}, "
                 f"or a multiple of {tensor} workers"
             )
 
@@ -167,7 +169,7 @@ def check_batch_divides(batch: int, microbatches: int | None, sizes: Sequence[in
     """
     step = math.lcm(*sizes)
     heterogeneous = len({*sizes}) > 1
-    whom = f"meshes of {list(sizes)} workers" if heterogeneous else f"resources.workers_per_mesh {step}"
+    whom = f"meshes of {list(sizes)} workers" if heterogeneous else f"{step} data-parallel workers of a mesh"
     if microbatches is None:
         if batch % step:
             raise ValueError(
@@ -186,7 +188,7 @@ def check_batch_divides(batch: int, microbatches: int | None, sizes: Sequence[in
         )
     raise ValueError(
         f"a microbatch of {size} samples cannot be shared by {whom}: "
-        f"choose a divisor of {size}, or raise training.global_batch"
+        f"choose a divisor of {size} for parallelism.dp, or raise training.global_batch"
     )
 
 
@@ -244,29 +246,27 @@ MemoryPerWorker = Annotated[Literal["auto"] | int, BeforeValidator(_check_memory
 
 
 class Resources(SpecPart):
-    """Meshes and their parallelism, device, and memory of a worker."""
+    """Meshes and their parallelism, device, and memory of a worker.
+
+    `workers_per_mesh`, `workers`, `tensor` and `tensors` are of the stored form; no schema has them, and users write
+    `parallelism` or `meshes` (short_forms.py).
+    """
 
     meshes: Annotated[int, Field(ge=1, le=1024)] | None = Field(
         default=None,
         description="One a stage if null; also a list of meshes, {workers, parallel, shard} each",
     )
-    workers_per_mesh: Annotated[int, Field(ge=1, le=1024)] = 1
-    workers: list[Annotated[int, Field(ge=1, le=1024)]] | None = Field(
-        default=None,
-        description="Of each mesh, where sizes differ; workers_per_mesh is then the largest",
-    )
+    workers_per_mesh: SkipJsonSchema[Annotated[int, Field(ge=1, le=1024)]] = 1
+    workers: SkipJsonSchema[list[Annotated[int, Field(ge=1, le=1024)]] | None] = None
+    """Workers of each mesh, where sizes differ; workers_per_mesh is then the largest."""
     shard: ShardMode | list[ShardMode] = Field(
         default="none",
         description="optimizer: ZeRO-1, each worker of a mesh keeps and updates its shard of the state; also one a mesh",
     )
-    tensor: Annotated[int, Field(ge=1, le=1024)] = Field(
-        default=1,
-        description="Size of tensor parallel groups in a mesh; its workers are data x tensor",
-    )
-    tensors: list[Annotated[int, Field(ge=1, le=1024)]] | None = Field(
-        default=None,
-        description="Of each mesh, where sizes differ; tensor is then the largest",
-    )
+    tensor: SkipJsonSchema[Annotated[int, Field(ge=1, le=1024)]] = 1
+    """Size of tensor parallel groups in a mesh; its workers are data x tensor."""
+    tensors: SkipJsonSchema[list[Annotated[int, Field(ge=1, le=1024)]] | None] = None
+    """Of each mesh, where sizes differ; tensor is then the largest."""
     tensor_plan: dict[Pattern, Literal["colwise", "rowwise", "vocab", "replicate"]] | None = Field(
         default=None,
         description="Module-name patterns and the split of their matrices; null: the plan of the known model families",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import PurePath
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
@@ -23,6 +24,7 @@ from pydantic import (
     model_validator,
 )
 
+_LISTABLE_SCHEMES = ("", "file", "s3", "gs", "gcs", "az", "abfs", "abfss")
 VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]{0,127}$"
 MIN_SECRET_LENGTH = 8
 """A shorter secret would match, and blank, text in every other line of a log."""
@@ -38,6 +40,17 @@ _RESERVED_VARIABLES = frozenset(
         *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "NCCL_HOSTID"),
     }
 )
+
+
+def is_listable(uri: str) -> bool:
+    """True where the control plane itself may list what lies below a job's checkpoint.uri."""
+    return uri_scheme(uri) in _LISTABLE_SCHEMES
+
+
+def uri_scheme(uri: str) -> str:
+    """The part before `://`, or the chain of file systems that fsspec takes before `::`; empty for a path."""
+    scheme, separator, _ = uri.partition("::" if "::" in uri else "://")
+    return scheme if separator else ""
 
 
 def checked_variable_name(name: str) -> str:
@@ -74,6 +87,20 @@ SecretName = Annotated[str, Field(max_length=128), AfterValidator(checked_variab
 SecretNames = Annotated[
     list[SecretName], Field(max_length=_MAX_VARIABLES, fail_fast=True), AfterValidator(_check_unique_names)
 ]
+
+
+OWN_PACKAGES = ("service", "worker")
+
+
+def shadowing_message(path: PurePath) -> str | None:
+    """Why a module at `path` of a job's code would stand before Slotline's own; None where it does not."""
+    name = path.parts[0].removesuffix(".py") if path.parts else ""
+    if path.suffix != ".py" or name not in OWN_PACKAGES:
+        return None
+    return (
+        f"{str(path)!r}: in a job's driver a module named {name!r} stands in the way of Slotline's own packages "
+        f"({', '.join(OWN_PACKAGES)}): rename it, or give a folder below as code.working_dir"
+    )
 
 
 LABEL_NAME_PATTERN = r"^[A-Za-z0-9]([A-Za-z0-9._/-]{0,61}[A-Za-z0-9])?$"

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import re
 import subprocess
 import sys
 import threading
+import types
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
 import httpx
 import pytest
 
 from service.client.client import ApiError, Client, ClientError, UnreachableError
+from service.client.job_spec import import_path
 from service.control_plane import ControlPlane
 from service.orchestrator.attempts.outcome import EventRecord, TimelineRecord
 from service.orchestrator.decisions.attempt_lifecycle import RayJob, RayState
@@ -27,10 +31,11 @@ from service.store.attempts import find_attempt
 from service.store.database import utc_now
 from service.store.measurements import SlotRecord, StepRecord
 from service.store.plans import record_job_plan
+from tests.polling import until
 from tests.service.api.routers.test_job_plans import costs
 from tests.service.api.routers.test_plans_api import SPEC
 from tests.service.conftest import job_body
-from tests.service.serving import Served, report, serve, until
+from tests.service.serving import Served, report, serve
 from worker.contract.costs import PROFILE_RESULT_MARK
 
 README = Path(__file__).parents[3] / "service" / "README.md"
@@ -38,7 +43,7 @@ README = Path(__file__).parents[3] / "service" / "README.md"
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
-    with serve(Settings(data_dir=tmp_path, tick_s=0.05, retry_backoff_s=0)) as served:
+    with serve(Settings(data_dir=tmp_path)) as served:
         yield served
 
 
@@ -56,7 +61,7 @@ def started(served: Served, client: Client) -> str:
 
 
 def step(number: int) -> StepRecord:
-    return StepRecord(number, *([1.0] * 8))
+    return StepRecord(number, *([1.0] * 8), metrics={"accuracy": number / 2000})
 
 
 def test_a_job_is_submitted_as_a_mapping_or_a_jobspec_and_a_key_submits_once(client: Client):
@@ -67,9 +72,10 @@ def test_a_job_is_submitted_as_a_mapping_or_a_jobspec_and_a_key_submits_once(cli
     assert first.state is JobState.QUEUED and first.progress.steps == 10
 
 
-def test_answers_hold_all_that_the_api_says(tmp_path: Path):
+def test_answers_hold_all_that_the_api_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The cluster is looked at once: between two answers nothing changes."""
-    settings = Settings(data_dir=tmp_path, tick_s=0.05, cluster_refresh_s=3600)
+    monkeypatch.setattr("service.control_plane.CLUSTER_REFRESH_S", 3600.0)
+    settings = Settings(data_dir=tmp_path)
     with serve(settings) as served, Client(served.url, token="") as client:
         job_id = started(served, client)
         report(served, job_id, 1, state=AttemptState.RUNNING, steps=[step(1)])
@@ -154,7 +160,7 @@ def test_a_job_is_followed_to_its_end_from_where_one_was(served: Served, client:
 
 def test_a_stream_that_breaks_is_taken_up_where_it_broke(tmp_path: Path):
     (port,) = free_ports(1)
-    settings = Settings(data_dir=tmp_path, tick_s=0.05, port=port)
+    settings = Settings(data_dir=tmp_path, port=port)
     events = []
     with Client(f"http://127.0.0.1:{port}", token="") as client:
 
@@ -188,14 +194,80 @@ def test_steps_plan_timeline_and_trace_of_a_job(served: Served, client: Client):
     served.run(store_plan)
     assert [one.step for one in client.steps(job_id)] == list(range(1, 1201))
     assert [one.step for one in client.steps(job_id, after=1198)] == [1199, 1200]
+    frame = client.steps(job_id).to_pandas()
+    assert list(frame.index) == list(range(1, 1201))
+    assert list(frame["loss"]) == [one.loss for one in client.steps(job_id)]
+    assert list(frame["accuracy"]) == [one.metrics["accuracy"] for one in client.steps(job_id)]
+    assert len(client.evaluations(job_id).to_pandas()) == 0
     assert client.plan(job_id).plan["makespan_s"] == 2.0
     view = client.timeline(job_id)
     assert view.step == 2 and view.measured.slots[0].end_s == 0.004
     assert client.timeline(job_id, 2) == view
+    assert repr(view) == f"<timeline of {job_id}, step 2: planned 2000 ms, measured 1000 ms>"
+    picture = ElementTree.fromstring(view.svg())
+    assert [one.text for one in picture.iter("{http://www.w3.org/2000/svg}title")] == [
+        "F s0 microbatch 0: 0 to 0.004 s"
+    ]
+    assert view.svg() in view._repr_html_()
+    with Client(client.url, token="") as closed:
+        left = closed.timeline(job_id)
+    assert "has no picture" in left._repr_html_() and "<timeline" not in left._repr_html_()
     names = [e["name"] for e in json.loads(client.chrome_trace(job_id))["traceEvents"] if e["ph"] == "X"]
-    assert names == ["F 0"]
+    assert names == ["F s0/0"]
     with pytest.raises(ApiError, match="choose one of 2"):
         client.timeline(job_id, 9)
+
+
+def test_functions_stand_for_their_import_paths_and_a_folder_of_code_is_uploaded(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As the README says it, with a module of the user's."""
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "training.py").write_text("class Tokens: ...\ndef build(layers): ...\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path / "src"))
+    _, script = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    names = {"client": client}
+    try:
+        exec(script, names)
+    finally:
+        sys.modules.pop("training", None)
+    spec = client.job(names["job"].id).spec
+    assert (spec["model"]["factory"], spec["model"]["args"]) == ("training:build", {"layers": 8})
+    assert (spec["data"]["factory"], spec["data"]["args"]) == ("training:Tokens", {"length": 64})
+    assert spec["loss"]["factory"] == "torch.nn.functional:cross_entropy"
+    assert spec["optimizer"]["factory"] == "torch.optim.adamw:AdamW"
+    assert spec["resources"]["meshes"] == 4
+    assert spec["code"]["working_dir"].startswith("package:")
+    again = client.submit(spec, name="again")
+    assert {**client.job(again.id).spec, "name": "mine"} == spec
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model": lambda: None}, r"<lambda> is defined in a function, .* write it into a module"),
+        ({"model": functools.partial(step, 3)}, r"model is partial with the positional arguments \(3,\)"),
+        ({"model": {"factory": "a:b", "args": {"act": len}}}, r"model.args.act is the function"),
+        ({"loss": functools.lru_cache(step)}, r"is not this <functools"),
+        ({"code": {"working_dir": "nowhere"}}, r"code.working_dir nowhere is no folder"),
+    ],
+)
+def test_what_workers_could_not_import_is_refused_before_it_is_sent(
+    client: Client, served: Served, fields: dict, message: str
+):
+    with pytest.raises(ClientError, match=message):
+        client.submit(job_body(), **fields)
+    assert served.requests("/api/v1/jobs") == 0
+
+
+def test_what_a_notebook_itself_defines_names_the_way_out():
+    build = types.FunctionType(
+        compile("def build(): ...", "cell", "exec").co_consts[0], {"__name__": "__main__"}
+    )
+    build.__module__ = "__main__"
+    with pytest.raises(ValueError, match="defined in this notebook or script"):
+        import_path(build)
 
 
 def test_a_pipeline_is_planned_without_a_job(client: Client):
@@ -203,6 +275,7 @@ def test_a_pipeline_is_planned_without_a_job(client: Client):
     assert client.make_plan(SPEC, format="svg").startswith("<svg")
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_job_is_waited_for_while_one_worker_measures_it_but_not_for_ever(
     served: Served, client: Client
 ):
@@ -257,7 +330,7 @@ def test_the_script_of_the_readme_runs(
 ):
     monkeypatch.setenv("SLOTLINE_URL", served.url)
     monkeypatch.delenv("SLOTLINE_API_TOKEN", raising=False)
-    (script,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    script, _ = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
 
     def drive() -> None:
         until(lambda: served.cluster.submissions)

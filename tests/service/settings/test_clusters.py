@@ -22,10 +22,10 @@ def given(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_settings_of_one_cluster_mean_the_one_named_default(given):
-    settings = given(RAY_ADDRESS="http://head:8265", SLOTLINE_WORKERS_PER_GPU="3", SLOTLINE_QUEUES='{"a": 4}')
+    settings = given(RAY_ADDRESS="http://head:8265", SLOTLINE_QUEUES='{"a": 4}')
     assert settings.has_default_cluster and settings.clusters == {} and settings.quotas == {"a": 4}
     assert settings.cluster_of("a") == settings.cluster_of("one that is gone") == "default"
-    assert driver_settings(settings, "default").workers_per_gpu == 3
+    assert ray_cluster(settings, "default").address == "http://head:8265"
 
 
 def test_a_queue_belongs_to_the_cluster_that_it_names_and_else_to_the_default_one(given):

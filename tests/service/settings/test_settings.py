@@ -3,7 +3,7 @@
 import pytest
 from pydantic import SecretStr, ValidationError
 
-from service.settings.settings import Settings
+from service.settings.settings import RETIRED_SETTINGS, Settings
 
 
 @pytest.mark.parametrize("given", ["secret\n", " secret", SecretStr("secret\n")])
@@ -44,3 +44,7 @@ def test_drivers_use_the_users_address_unless_they_have_one_of_their_own():
     assert (both.url, both.control_url) == ("https://out", "http://in:80")
     with pytest.raises(ValidationError, match="http"):
         Settings(driver_url="in:80")
+
+
+def test_a_name_that_is_retired_is_no_setting():
+    assert not {f"SLOTLINE_{name.upper()}" for name in Settings.model_fields} & {*RETIRED_SETTINGS}

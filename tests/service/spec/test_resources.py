@@ -114,7 +114,7 @@ def test_meshes_of_unlike_sizes_and_those_that_share_matrices_run_on_every_devic
         ({"meshes": 2, "workers_per_mesh": 3, "tensor": 2}, "use one of 1, 3, or a multiple of 2 workers"),
         (
             {"meshes": 2, "tensor_plan": {"*": "colwise"}},
-            "and tensor is 1: set tensor, or leave the plan out",
+            "and tensor parallelism is 1: set parallelism.tp, or leave the plan out",
         ),
         (TENSOR_2 | {"tensor_plan": {"*": "split"}}, "tensor_plan.*"),
         (TENSOR_2 | {"tensor_plan": {"re:(": "colwise"}}, "'re:(' is no regular expression"),
@@ -189,7 +189,7 @@ def test_meshes_share_the_state_of_the_optimizer_all_of_them_or_one_by_one():
     ("mesh", "said"),
     [
         ({"workers": 2, "shard": "optimizer"}, "resources.shard is optimizer, and"),
-        ({"workers": 2, "parallel": {"tensor": 2}}, "resources.tensor is 2, and"),
+        ({"workers": 2, "parallel": {"tensor": 2}}, "parallelism.tp is 2, and"),
     ],
 )
 def test_an_optimizer_of_torch_that_cannot_be_shared_is_refused_by_name(name, mesh, said):

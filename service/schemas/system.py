@@ -1,0 +1,36 @@
+"""REST bodies for the server itself: version, health, and the body of every error.
+
+Values only, shared by the routes and service.client.client: no web framework, no database, no Ray.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+
+class Version(BaseModel):
+    version: str
+    api: Literal["v1"]
+
+
+class Health(BaseModel):
+    status: Literal["ok"]
+
+
+class Readiness(Health):
+    """`clusters_away`: clusters that do not answer, each with its error; absent where all answer."""
+
+    clusters_away: dict[str, str] = {}
+
+
+class Problem(BaseModel):
+    """The body of every error."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    code: str = Field(default="", description="What went wrong, for programs; a code is never renamed")
+    detail: str
+    errors: list[dict[str, Any]] | None = None
