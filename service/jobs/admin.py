@@ -26,7 +26,7 @@ from service.schemas.admin import (
     TokenRequest,
     TokenView,
 )
-from service.spec.principals import Principal, Role
+from service.spec.principals import Principal
 from service.spec.values import MAX_SECRET_LENGTH, MIN_SECRET_LENGTH, checked_variable_name
 from service.store.database import utc_now
 from service.store.events import list_audit
@@ -46,28 +46,25 @@ from service.store.secrets import (
 from service.store.tables import Delivery, DeliveryState
 
 
-async def read_deliveries(
-    service: Service, job_id: str, caller: Principal, *, skip: int, limit: int
-) -> DeliveryPage:
-    """Notifications of the job's states, in pages; the operator's URL is shown to operators only."""
+async def read_deliveries(service: Service, job_id: str, *, skip: int, limit: int) -> DeliveryPage:
+    """Notifications of the job's states, in pages; the operator's URL is not shown."""
     async with service.database.read() as session:
         await existing_job(session, job_id)
         deliveries = await deliveries_of(session, job_id, skip=skip, limit=limit + 1)
     token = str(skip + limit) if len(deliveries) > limit else None
-    operator = caller.role.includes(Role.OPERATOR)
     return DeliveryPage(
-        items=[_delivery_view(delivery, operator) for delivery in deliveries[:limit]], next_page_token=token
+        items=[_delivery_view(delivery) for delivery in deliveries[:limit]], next_page_token=token
     )
 
 
-def _delivery_view(delivery: Delivery, operator: bool) -> DeliveryView:
-    shown = delivery.secret is not None or operator
+def _delivery_view(delivery: Delivery) -> DeliveryView:
+    hidden = f"{urlsplit(delivery.url).scheme}://(the operator's)"
     return DeliveryView(
         id=delivery.id,
         job_id=delivery.job_id,
         event=delivery.event,
         job_state=delivery.job_state,
-        url=delivery.url if shown else f"{urlsplit(delivery.url).scheme}://(the operator's)",
+        url=hidden if delivery.secret is None else delivery.url,
         secret=delivery.secret,
         state=delivery.state,  # type: ignore[arg-type]
         tries=delivery.tries,
@@ -75,7 +72,7 @@ def _delivery_view(delivery: Delivery, operator: bool) -> DeliveryView:
         next_at=delivery.next_at if delivery.state == DeliveryState.PENDING else None,
         last_at=delivery.last_at,
         status=delivery.status,
-        error=delivery.error if shown else None,
+        error=delivery.error,
     )
 
 

@@ -28,20 +28,19 @@ from service.orchestrator.tasks.runner import TaskState
 from service.schemas.artifacts import (
     ArtifactList,
     ArtifactView,
-    RemovedView,
-)
-from service.schemas.jobs import (
     CheckpointFile,
     CheckpointFiles,
     ExportedFile,
     ExportView,
     PackageView,
+    RemovedView,
 )
 from service.settings.clusters import DEFAULT_CLUSTER
 from service.settings.settings import FOR_EVER
 from service.spec.job import PACKAGE_PREFIX, stored_field
 from service.spec.principals import Principal
 from service.spec.states import JobState
+from service.spec.values import is_listable, shadowing_message, uri_scheme
 from service.store.database import utc_now
 from service.store.files import (
     StorageInUseError,
@@ -68,7 +67,10 @@ from worker.contract.tasks import ExportFailedError, ExportRequest
 _LOOK_LIMIT_S = 20.0
 _CHECKSUM_LIMIT_S = 40.0
 _WRITE_TIMEOUT_S = 600.0  # a driver waits no longer for a checkpoint
-_LISTABLE_SCHEMES = ("", "file", "s3", "gs", "gcs", "az", "abfs", "abfss")
+PACKAGE_LIMIT_BYTES = 64 << 20
+"""An uploaded zip of code at most: it lies in the database, and every node of a job gets it."""
+UNPACKED_LIMIT_BYTES = 512 << 20
+"""The same, unpacked on each node."""
 _MAX_ZIP_FILES = 20_000
 
 
@@ -83,7 +85,7 @@ async def list_checkpoints(service: Service, job_id: str, *, sums: bool) -> Chec
     if not is_listable(uri):
         raise ProblemError(
             503,
-            f"the control plane looks at no checkpoints below {_uri_scheme(uri)}:// ({uri}), only at paths, s3 and gs: look "
+            f"the control plane looks at no checkpoints below {uri_scheme(uri)}:// ({uri}), only at paths, s3 and gs: look "
             "from a worker's machine",
         )
     checkpoints = await _inspect(job, uri, sums=sums)
@@ -118,17 +120,6 @@ async def _inspect(job: Job, uri: str, *, sums: bool) -> list[FoundCheckpoint]:
             f"{error} (the control plane's machine); a driver last reported step {job.checkpoint_step} at "
             f"{job.checkpoint_uri}: look from a machine that sees it, or mount it here",
         ) from None
-
-
-def is_listable(uri: str) -> bool:
-    """True where the control plane itself may list what lies below a job's checkpoint.uri."""
-    return _uri_scheme(uri) in _LISTABLE_SCHEMES
-
-
-def _uri_scheme(uri: str) -> str:
-    """The part before `://`, or the chain of file systems that fsspec takes before `::`; empty for a path."""
-    scheme, separator, _ = uri.partition("::" if "::" in uri else "://")
-    return scheme if separator else ""
 
 
 def _checkpoint_uri(job: Job) -> str:
@@ -365,12 +356,9 @@ async def store_zip(service: Service, content: bytes, owner: str) -> tuple[Packa
 
     413 for one that is too long, also unpacked, 422 for one that is not safe to unpack.
     """
-    settings = service.settings
-    if len(content) > settings.package_limit_bytes:
-        raise ProblemError(
-            413, f"the zip is longer than {settings.package_limit_bytes} bytes: leave data out"
-        )
-    digest = await asyncio.to_thread(_checked_zip_digest, content, settings.package_unpacked_limit_bytes)
+    if len(content) > PACKAGE_LIMIT_BYTES:
+        raise ProblemError(413, f"the zip is longer than {PACKAGE_LIMIT_BYTES} bytes: leave data out")
+    digest = await asyncio.to_thread(_checked_zip_digest, content)
     async with service.database.write() as session:
         own = await find_package(session, digest, owner=owner)
         known = await renew_package(session, digest, at=utc_now(), owner=owner)
@@ -385,7 +373,7 @@ async def store_zip(service: Service, content: bytes, owner: str) -> tuple[Packa
     return PackageView(uri=f"{PACKAGE_PREFIX}{digest}", digest=digest, size_bytes=len(content)), bool(own)
 
 
-def _checked_zip_digest(content: bytes, unpacked_limit_bytes: int) -> str:
+def _checked_zip_digest(content: bytes) -> str:
     """The SHA-256 of a zip that is safe to unpack; 422 or 413 for any other."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
@@ -395,8 +383,8 @@ def _checked_zip_digest(content: bytes, unpacked_limit_bytes: int) -> str:
     if len(entries) > _MAX_ZIP_FILES:
         raise ProblemError(413, f"the zip holds {len(entries)} files, the limit is {_MAX_ZIP_FILES}")
     size = sum(entry.file_size for entry in entries)
-    if size > unpacked_limit_bytes:
-        raise ProblemError(413, f"the zip unpacks to {size} bytes, the limit is {unpacked_limit_bytes}")
+    if size > UNPACKED_LIMIT_BYTES:
+        raise ProblemError(413, f"the zip unpacks to {size} bytes, the limit is {UNPACKED_LIMIT_BYTES}")
     for entry in entries:
         _check_zip_entry(entry)
     return hashlib.sha256(content).hexdigest()
@@ -409,6 +397,8 @@ def _check_zip_entry(entry: zipfile.ZipInfo) -> None:
         raise ProblemError(
             422, f"{entry.filename!r} would be unpacked outside its folder: use relative paths"
         )
+    if (message := shadowing_message(path)) is not None:
+        raise ProblemError(422, message)
     if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
         raise ProblemError(422, f"{entry.filename!r} is a link or a device: send plain files")
     if entry.flag_bits & 0x1:

@@ -1,5 +1,6 @@
-"""State of the Ray clusters and queues as this control plane last saw them, and Prometheus targets.
+"""State of the Ray clusters, their nodes and queues as this control plane last saw them, and Prometheus targets.
 
+Operators set states of nodes by name; a name stands for every Ray node of that host, also after a restart of either.
 A driver runs a user's code: Prometheus is sent only to endpoints on nodes of the driver's own cluster.
 """
 
@@ -7,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -22,18 +24,27 @@ from service.schemas.clusters import (
     ClusterState,
     ClusterView,
     GangView,
+    NodeAccelerators,
+    NodeChange,
+    NodeJob,
+    NodeList,
     NodeView,
     TargetGroup,
 )
-from service.schemas.jobs import QueueList, QueueQuotaView, QueueView
+from service.schemas.queues import QueueList, QueueQuotaView, QueueView
 from service.settings.settings import Settings
 from service.spec.principals import Principal
-from service.store.attempts import active_attempts, attempts_with_metrics
+from service.spec.states import NodeMark, mark_in_force
+from service.spec.values import storable_text
+from service.store.attempts import active_attempts, attempts_with_metrics, placements_of
 from service.store.database import utc_now
 from service.store.jobs import heterogeneous_mesh_sizes, waiting_jobs
+from service.store.node_states import node_marks, set_node_mark
 from service.store.queues import effective_quotas, reset_quota, set_quota
-from service.store.tables import Attempt
+from service.store.tables import Attempt, Job, PlacedMesh
+from worker.contract.job import METRICS_LINGER_S
 
+_NODES_NAMED = 20
 _HOST_AND_PORT = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>[0-9]{1,5})")
 
 
@@ -44,9 +55,12 @@ async def read_clusters(service: Service, name: str | None) -> ClusterView:
         heterogeneous = await heterogeneous_mesh_sizes(
             session, [job.id for _, job in active if not job.workers_per_mesh]
         )
+        placements = await placements_of(session, [attempt.id for attempt, _ in active])
+        marks = await node_marks(session)
     clusters = _selected_clusters(service, name, {attempt.cluster for attempt, _ in active})
     names = {cluster.name for cluster in clusters}
     active = [(attempt, job) for attempt, job in active if attempt.cluster in names]
+    left_out = service.clusters.left_out(marks)
     states = [_cluster_state(cluster, service.settings) for cluster in clusters]
     away = [state for state in states if not state.available]
     seen = [state.seen_at for state in states]
@@ -55,16 +69,15 @@ async def read_clusters(service: Service, name: str | None) -> ClusterView:
         available=not away,
         error="; ".join(errors) or None,
         seen_at=None if None in seen else min((at for at in seen if at is not None), default=None),
-        nodes=[
-            NodeView(id=node.id, address=node.address, resources=dict(node.resources), cluster=cluster.name)
-            for cluster in clusters
-            for node in cluster.watcher.snapshot.nodes
-        ],
+        nodes=[view for cluster in clusters for view in _node_views(cluster, active, placements, marks)],
         accelerators=[
             view
             for cluster in clusters
             for view in _accelerator_views(
-                cluster, [attempt for attempt, _ in active if attempt.cluster == cluster.name]
+                cluster,
+                [attempt for attempt, _ in active if attempt.cluster == cluster.name],
+                placements,
+                left_out.get(cluster.name, {}),
             )
         ],
         gangs=[
@@ -79,6 +92,109 @@ async def read_clusters(service: Service, name: str | None) -> ClusterView:
         ],
         clusters=states,
     )
+
+
+async def list_nodes(service: Service, cluster: str | None) -> NodeList:
+    """Nodes of the cluster of this name, or of all, with their states, accelerators and jobs; 404 for an unknown name."""
+    return NodeList(items=(await read_clusters(service, cluster)).nodes)
+
+
+async def change_node(
+    service: Service, name: str, change: NodeChange, caller: Principal, *, cluster: str | None
+) -> NodeList:
+    """Set the state of the node that is called `name`, and answer it; 404 where none is, 409 where several are."""
+    nodes = (await read_clusters(service, cluster)).nodes
+    meant = {
+        (node.cluster, node.name)
+        for node in nodes
+        if name in (node.name, node.host, node.kubernetes_node, node.address, node.id)
+    }
+    if not meant:
+        known = ", ".join(sorted({node.name for node in nodes})[:_NODES_NAMED])
+        raise ProblemError(404, f"there is no node {name}: use one of {known} (`slotline nodes` lists them)")
+    if len(meant) > 1:
+        found = ", ".join(f"{known} of cluster {of}" for of, known in sorted(meant))
+        raise ProblemError(
+            409, f"{name} stands for several nodes: {found}: say the name and the cluster of one"
+        )
+    ((of, known),) = meant
+    mark = NodeMark(of, known, change.state, caller.name, utc_now(), storable_text(change.reason) or "")
+    async with service.database.write() as session:
+        await set_node_mark(session, mark)
+    service.wake()
+    listed = (await read_clusters(service, of)).nodes
+    return NodeList(items=[node for node in listed if node.name == known])
+
+
+def _node_views(
+    cluster: NamedCluster,
+    active: Sequence[tuple[Attempt, Job]],
+    placements: Sequence[PlacedMesh],
+    marks: Sequence[NodeMark],
+) -> list[NodeView]:
+    """The cluster's living nodes, then those that are gone and kept from work."""
+    watcher, now = cluster.watcher, utc_now()
+    own = [mark for mark in marks if mark.cluster == cluster.name]
+    attempts = {attempt.id: attempt for attempt, _ in active}
+    placed = defaultdict(list)
+    for mesh in placements:
+        if mesh.cluster == cluster.name:
+            placed[mesh.node_id].append(mesh)
+    used_by_node = watcher.used_by_node()
+    views = []
+    for node in watcher.snapshot.nodes:
+        held = dict.fromkeys(RAY_RESOURCES, 0)
+        jobs: dict[str, NodeJob] = {}
+        for mesh in placed[node.id]:
+            attempt = attempts[mesh.attempt_id]
+            held[attempt.device] += mesh.workers
+            job = jobs.setdefault(
+                attempt.id, NodeJob(job_id=attempt.job_id, attempt=attempt.number, meshes={})
+            )
+            job.meshes[mesh.mesh] = mesh.workers
+        used = {device: max(number, used_by_node[node.id][device]) for device, number in held.items()}
+        views.append(
+            NodeView(
+                id=node.id,
+                address=node.address,
+                resources=dict(node.resources),
+                cluster=cluster.name,
+                name=node.name,
+                host=node.host,
+                kubernetes_node=node.kubernetes_node,
+                labels=dict(node.labels),
+                **_mark_fields(mark_in_force(own, node.name, node.id, now=now)),
+                accelerators=[
+                    NodeAccelerators(
+                        device=device, total=total, used=used[device], free=max(total - used[device], 0)
+                    )
+                    for device, total in watcher.accelerators(node).items()
+                    if total
+                ],
+                jobs=list(jobs.values()),
+            )
+        )
+    living = {node.name for node in watcher.snapshot.nodes}
+    for name in dict.fromkeys(mark.name for mark in own):
+        if name not in living and (mark := mark_in_force(own, name, "", now=now)) is not None:
+            views.append(
+                NodeView(
+                    id="", address="", resources={}, cluster=cluster.name, name=name, **_mark_fields(mark)
+                )
+            )
+    return views
+
+
+def _mark_fields(mark: NodeMark | None) -> dict[str, Any]:
+    if mark is None:
+        return {}
+    return {
+        "state": mark.state,
+        "reason": mark.reason,
+        "by": mark.by,
+        "since": mark.since,
+        "until": mark.until,
+    }
 
 
 def _selected_clusters(service: Service, name: str | None, used: Collection[str]) -> list[NamedCluster]:
@@ -102,20 +218,30 @@ def _cluster_state(cluster: NamedCluster, settings: Settings) -> ClusterState:
     )
 
 
-def _accelerator_views(cluster: NamedCluster, active: Sequence[Attempt]) -> list[AcceleratorsView]:
-    """The cluster's accelerators, by device; none where it does not answer."""
-    capacity = cluster.watcher.capacity
+def _accelerator_views(
+    cluster: NamedCluster,
+    active: Sequence[Attempt],
+    placements: Sequence[PlacedMesh],
+    left_out: Mapping[str, NodeMark],
+) -> list[AcceleratorsView]:
+    """The cluster's accelerators, by device; none where it does not answer. Nodes that take no work have none free."""
+    capacity = cluster.watcher.capacity_without(left_out, [attempt.id for attempt in active])
     if capacity is None:
         return []
-    others = cluster.watcher.others([attempt.id for attempt in active])
     used = {device: sum(a.accelerators for a in active if a.device == device) for device in capacity.total}
+    not_free = dict(used)
+    device_of = {attempt.id: attempt.device for attempt in active}
+    for mesh in placements:
+        if mesh.node_id in left_out and mesh.attempt_id in device_of:
+            not_free[device_of[mesh.attempt_id]] -= mesh.workers
     return [
         AcceleratorsView(
             device=device,
             resource=RAY_RESOURCES[device],
-            total=total,
+            total=total + capacity.left_out[device],
             used=used[device],
-            free=max(total - used[device] - others[device], 0),
+            free=max(total - not_free[device] - capacity.others[device], 0),
+            left_out=capacity.left_out[device],
             cluster=cluster.name,
         )
         for device, total in capacity.total.items()
@@ -133,9 +259,10 @@ async def list_queues(service: Service) -> QueueList:
     async with service.database.read() as session:
         active = await active_attempts(session)
         waiting = await waiting_jobs(session)
+        marks = await node_marks(session)
         quotas = await effective_quotas(session, service.settings.quotas)
     waiting = await asyncio.to_thread(
-        admission_order, waiting, active, service.clusters.capacities({}), service.settings
+        admission_order, waiting, active, service.clusters.capacities({}, marks), service.settings
     )
     names = dict.fromkeys([*quotas, *(job.queue for job in waiting), *(job.queue for _, job in active)])
     items = []
@@ -157,7 +284,7 @@ async def prometheus_targets(service: Service) -> list[TargetGroup]:
         cluster.name: {node.address.lower() for node in cluster.watcher.snapshot.nodes}
         for cluster in service.clusters
     }
-    since = utc_now() - timedelta(seconds=service.settings.metrics_linger_s)
+    since = utc_now() - timedelta(seconds=METRICS_LINGER_S)
     async with service.database.read() as session:
         measured = await attempts_with_metrics(session, ended_after=since)
     return [

@@ -8,37 +8,63 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any
 
+from pydantic import ValidationError
+
+from service.jobs.explain import calibration_slots
+from service.jobs.lifecycle import existing_job
 from service.jobs.problems import ProblemCode, ProblemError
-from service.jobs.saved_plans import saved_plan_for_planner
+from service.jobs.saved_plans import planning_timeout_problem, saved_plan_for_planner
 from service.jobs.service import RunWork, Service, with_fields
 from service.jobs.views import checkpoint_view
 from service.observability.tracing import Span, attempt_context, exporting, record_span
 from service.orchestrator.attempts import outcome
 from service.orchestrator.attempts.outcome import check_current, end_attempt
 from service.orchestrator.planning.pool import PlanTimeoutError
-from service.schemas.drivers import AttemptInput, ReportAnswer, ReportedSpan, ReportedStep, ReportIn
-from service.spec.job import stored_plan_name
-from service.spec.states import AttemptState
-from service.store.attempts import lock_attempt
+from service.orchestrator.planning.work import RunningJob
+from service.scheduler.node_placement import MeshShape, Node, PlacementError, exchanged_bytes, place
+from service.scheduler.problem.spec import PipelineSpec
+from service.scheduler.programs.plan import Plan
+from service.schemas.drivers import (
+    AttemptInput,
+    PlacementAnswer,
+    PlacementRequest,
+    ReplanRequest,
+    ReportAnswer,
+    ReportedSpan,
+    ReportedStep,
+    ReportIn,
+    ResumeSourceView,
+    RunningPlan,
+)
+from service.spec.job import parse_job_checkpoint, stored_field, stored_plan_name
+from service.spec.states import AttemptState, CheckState, NodeMark, mark_in_force
+from service.store.attempts import exchange_token as exchange_attempt_token
+from service.store.attempts import lock_attempt, record_placement
 from service.store.database import utc_now
+from service.store.files import wanted_checkpoint_steps
 from service.store.jobs import find_job
 from service.store.measurements import (
     MEASURED_BY_GANG,
     EvaluationRecord,
     SlotRecord,
     StepRecord,
+    find_all_costs,
     find_profile,
+    last_recorded,
     record_costs,
     record_driver_profile,
     scoped_costs_digest,
     scoped_profile_key,
 )
-from service.store.plans import find_job_plan, record_job_plan
+from service.store.node_states import node_marks, set_ray_drains
+from service.store.plans import find_job_plan, record_job_plan, saved_plan_by_id
 from service.store.secrets import (
     MissingSecretError,
     NoSecretsKeyError,
@@ -46,17 +72,30 @@ from service.store.secrets import (
     open_secrets,
     spec_secret_names,
 )
-from service.store.tables import Attempt, Job
+from service.store.tables import Attempt, Job, PlacedMesh
+from worker.contract.checkpoint_files import step_uri
 from worker.contract.costs import costs_digest
 from worker.contract.reasons import Reason
-from worker.contract.versions import driver_too_old_message
+from worker.contract.versions import RESUME_FROM_PROTOCOL, driver_too_old_message
+
+PROFILE_SIZE_LIMIT_BYTES = 16 << 20
+"""JSON of one profile that is stored at most."""
+TIMELINES_KEPT = 100
+"""Profiled steps of one job whose slots are stored, the last ones: each may be thousands of rows."""
+_FEWEST_STEPS = 3  # whose slots say how far steps deviate
+_SEARCH_SHARE = 0.1  # of the time that a job has left, for the search for a shorter plan
+_LEAST_SEARCH_S = 0.2  # a shorter search finds what is found without one
+_PLAN_QUEUE_MARGIN_S = 120.0
+"""How long a driver's request for a plan may wait for a planning process, beside the planning itself."""
 
 
 async def refuse_old_driver(service: Service, attempt: Attempt, protocol: str | None) -> None:
     """409 for a driver whose protocol is too old: its attempt ends, and the job's reason says why."""
-    refusal = driver_too_old_message(protocol)
-    if refusal is None:
-        return
+    if (refusal := driver_too_old_message(protocol)) is not None:
+        await _end_as_mismatch(service, attempt, refusal)
+
+
+async def _end_as_mismatch(service: Service, attempt: Attempt, refusal: str) -> None:
     async with service.database.write() as session:
         fresh, job = await lock_attempt(session, attempt.id)
         check_current(job, fresh)
@@ -74,10 +113,24 @@ async def refuse_old_driver(service: Service, attempt: Attempt, protocol: str | 
     raise ProblemError(409, refusal, code=ProblemCode.VERSION_MISMATCH)
 
 
-async def read_assignment(service: Service, attempt: Attempt) -> AttemptInput:
-    """The attempt's job, device, checkpoint to go on from, and its owner's secrets. 422 where a secret is missing."""
+async def exchange_token(service: Service, attempt: Attempt, token: str) -> None:
+    """The driver's own `token` opens the attempt from now on, and the one that Ray was given opens nothing."""
+    async with service.database.write() as session:
+        if not await exchange_attempt_token(session, attempt.id, attempt.token, token):
+            raise ProblemError(409, "the attempt's token was exchanged by another call: use that one's")
+
+
+async def read_assignment(service: Service, attempt: Attempt, protocol: str | None) -> AttemptInput:
+    """The attempt's job, device, checkpoint to go on from, and its owner's secrets. 422 where a secret is missing, 409 for a
+    driver whose protocol knows less than the job needs."""
     job = await _current_job(service, attempt)
+    resume_from = await _resume_source(service, job)
+    if resume_from is not None and (refusal := driver_too_old_message(protocol, RESUME_FROM_PROTOCOL)):
+        await _end_as_mismatch(service, attempt, refusal)
     secrets = await _job_secrets(service, job)
+    async with service.database.read() as session:
+        recorded = await last_recorded(session, job.id)
+        marks = await node_marks(session, attempt.cluster)
     return AttemptInput(
         attempt_id=attempt.id,
         job_id=job.id,
@@ -85,7 +138,12 @@ async def read_assignment(service: Service, attempt: Attempt) -> AttemptInput:
         job=job.spec,
         device=attempt.device,
         resume=checkpoint_view(job),
+        resume_from=resume_from,
+        recorded=recorded,
         secrets=secrets,
+        checked=job.check_state == CheckState.PASSED,
+        left_out_nodes=list(service.clusters.of(attempt.cluster).left_out(marks)),
+        plan_timeout_s=service.planner.longest_answer_s + _PLAN_QUEUE_MARGIN_S,
     )
 
 
@@ -102,19 +160,95 @@ async def read_profile(service: Service, attempt: Attempt, key: str) -> dict[str
 
 
 async def store_profile(service: Service, attempt: Attempt, key: str, profile: dict[str, Any]) -> None:
-    """Store a profile for later attempts; 413 where its JSON is longer than the setting allows."""
+    """Store a profile for later attempts; 413 where its JSON is too long."""
     job = await _current_job(service, attempt)
     size = len(await asyncio.to_thread(json.dumps, profile))
-    limit = service.settings.profile_limit_bytes
-    if size > limit:
+    if size > PROFILE_SIZE_LIMIT_BYTES:
         raise ProblemError(
             413,
-            f"the profile is JSON of {size} bytes, the limit is {limit}: raise SLOTLINE_PROFILE_LIMIT_BYTES",
+            f"the profile is JSON of {size} bytes, the limit is {PROFILE_SIZE_LIMIT_BYTES}: each attempt measures it anew",
         )
     async with service.database.write() as session:
         await record_driver_profile(
             session, job.spec, key, profile, at=utc_now(), owner=job.owner, cluster=attempt.cluster
         )
+
+
+async def place_attempt(service: Service, attempt: Attempt, request: PlacementRequest) -> PlacementAnswer:
+    """The placement of the attempt's workers on these nodes.
+
+    The bytes between meshes are those of the job's plan: that of an earlier attempt or a saved one. Where there is none,
+    each mesh counts as exchanging the same with the next.
+    """
+    job = await _current_job(service, attempt)
+    names = await _node_names(service, attempt.cluster, [node.name for node in request.nodes])
+    async with service.database.read() as session:
+        plan = await find_job_plan(session, attempt.job_id)
+        if plan is None and job.saved_plan_id is not None:
+            plan = await saved_plan_by_id(session, job.saved_plan_id)
+        marks = await node_marks(session, attempt.cluster)
+    left_out = {
+        node_id: mark
+        for node_id, name in names.items()
+        if (mark := mark_in_force(marks, name, node_id, now=utc_now())) is not None
+    }
+    answer = await asyncio.to_thread(
+        make_placement, request, None if plan is None else plan.body, left_out=left_out
+    )
+    placed = [
+        PlacedMesh(
+            attempt_id=attempt.id,
+            job_id=attempt.job_id,
+            cluster=attempt.cluster,
+            mesh=f"m{mesh}",
+            node_id=node_id,
+            node=names[node_id],
+            workers=workers,
+        )
+        for mesh, nodes in enumerate(answer.workers or ())
+        for node_id, workers in Counter(nodes).items()
+    ]
+    async with service.database.write() as session:
+        await _check_current(session, attempt)
+        await record_placement(session, attempt.id, placed)
+    return answer
+
+
+async def _node_names(service: Service, cluster: str, node_ids: Sequence[str]) -> dict[str, str]:
+    """The operators' names of these Ray nodes, by id; the id itself for one that the cluster does not name."""
+    watcher = service.clusters.of(cluster).watcher
+    if {*node_ids} - {node.id for node in watcher.snapshot.nodes}:
+        await watcher.refresh()
+    names = {node.id: node.name for node in watcher.snapshot.nodes}
+    return {node_id: names.get(node_id, node_id) for node_id in node_ids}
+
+
+def make_placement(
+    request: PlacementRequest, plan: str | None, *, left_out: Mapping[str, NodeMark] = MappingProxyType({})
+) -> PlacementAnswer:
+    """The placement of a job with the JSON of its plan, None where it has none; nothing lands on nodes that are left out."""
+    exchanged = None if plan is None else _exchanged_in(plan, len(request.meshes))
+    if exchanged is None:
+        exchanged = {(mesh, mesh + 1): 1.0 for mesh in range(len(request.meshes) - 1)}
+    nodes = [
+        Node(**node.model_dump() | ({"free": 0} if node.name in left_out else {})) for node in request.nodes
+    ]
+    try:
+        placed = place(nodes, [MeshShape(mesh.workers, mesh.tensor) for mesh in request.meshes], exchanged)
+    except PlacementError as error:
+        marks = ", ".join(dict.fromkeys(map(str, left_out.values())))
+        refused = f"{error}; nodes that take no work: {marks}" if marks else str(error)
+        return PlacementAnswer(refused=refused, final=error.final)
+    return PlacementAnswer(workers=[list(names) for names in placed.nodes])
+
+
+def _exchanged_in(plan: str, meshes: int) -> dict[tuple[int, int], float] | None:
+    """The bytes between meshes of a stored plan; None for one of another number of meshes or of another Slotline."""
+    try:
+        spec = PipelineSpec.model_validate(json.loads(plan)["spec"])
+    except ValidationError:
+        return None
+    return exchanged_bytes(spec) if len(spec.meshes) == meshes else None
 
 
 async def plan_attempt(service: Service, attempt: Attempt, costs: dict[str, Any], run: RunWork) -> str:
@@ -127,8 +261,8 @@ async def plan_attempt(service: Service, attempt: Attempt, costs: dict[str, Any]
     async with service.database.read() as session:
         earlier = await find_job_plan(session, attempt.job_id)
     saved = None
-    if job.given_plan is not None:
-        saved = await saved_plan_for_planner(service, job.given_plan, stored_plan_name(job.spec))
+    if job.saved_plan_id is not None:
+        saved = await saved_plan_for_planner(service, job.saved_plan_id, stored_plan_name(job.spec))
     try:
         if saved is not None:
             planning = service.planner.plan_from_saved(job.spec, costs, saved, attempt=attempt.id)
@@ -141,14 +275,62 @@ async def plan_attempt(service: Service, attempt: Attempt, costs: dict[str, Any]
                 attempt=attempt.id,
             )
         plan = await run(planning)
+        if nodes := _mesh_nodes(costs):
+            plan = await with_fields(plan, last={"nodes": nodes})
     except PlanTimeoutError as error:  # not 503: a driver that asked again would wait again
-        raise ProblemError(422, f"{error}: choose a named pipeline.schedule, or fewer microbatches") from None
+        raise planning_timeout_problem(error) from None
     async with service.database.write() as session:
         await _check_current(session, attempt)
         await record_job_plan(session, attempt, plan, at=utc_now())
         digest = scoped_costs_digest(costs_digest(job.spec), job.owner, attempt.cluster)
         await record_costs(session, digest, costs, measured_by=MEASURED_BY_GANG, at=utc_now())
     return plan if saved is None else await with_fields(plan, last={"made_for": json.loads(saved.made_for)})
+
+
+def _mesh_nodes(costs: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The nodes of each mesh, each once, as the driver sent them with the costs."""
+    nodes: dict[str, dict[str, None]] = {}
+    for worker in costs.get("workers") or ():
+        if worker.get("node"):
+            nodes.setdefault(worker["mesh"], {})[worker["node"]] = None
+    return {mesh: list(names) for mesh, names in nodes.items()}
+
+
+async def replan_attempt(service: Service, attempt: Attempt, request: ReplanRequest, run: RunWork) -> str:
+    """JSON of a ReplanView: a clearly shorter order of the plan by which the attempt trains, at the costs of its last
+    profiled steps, searched for at most a tenth of the time that is left."""
+    job = await _current_job(service, attempt)
+    async with service.database.read() as session:
+        plan = await find_job_plan(session, attempt.job_id)
+        steps = [] if plan is None else await calibration_slots(session, plan)
+        digest = scoped_costs_digest(costs_digest(job.spec), job.owner, attempt.cluster)
+        costs = await find_all_costs(session, digest)
+    if plan is None or (plan.attempt, plan.since_step) != (attempt.number, request.since_step):
+        return _no_shorter_plan("the plan that runs is not the one that is stored")
+    if len(steps) < _FEWEST_STEPS or costs is None:
+        return _no_shorter_plan("too little was measured")
+    budget_s = min(service.settings.plan_budget_s, _SEARCH_SHARE * request.seconds_left)
+    if budget_s < _LEAST_SEARCH_S:
+        return _no_shorter_plan("the steps that are left are not worth a search")
+    running = RunningJob(job.spec, plan.body, costs, steps)
+    try:
+        return await run(service.planner.replan(running, budget_s=budget_s, attempt=attempt.id))
+    except PlanTimeoutError as error:
+        raise planning_timeout_problem(error) from None
+
+
+def _no_shorter_plan(why: str) -> str:
+    return json.dumps({"why": why})
+
+
+def _running_plan_text(running: RunningPlan) -> str:
+    """The plan as text; 422 where it is none."""
+    try:
+        PipelineSpec.model_validate(running.plan.get("spec"))
+        Plan.model_validate(running.plan.get("plan"))
+    except ValidationError as error:
+        raise ProblemError(422, f"running_plan is no plan of this control plane's: {error}") from None
+    return json.dumps(running.plan, allow_nan=False)
 
 
 async def plan_forwards(service: Service, attempt: Attempt, spec: dict[str, Any], run: RunWork) -> str:
@@ -160,25 +342,52 @@ async def plan_forwards(service: Service, attempt: Attempt, spec: dict[str, Any]
     try:
         return await run(planning)
     except PlanTimeoutError as error:
-        raise ProblemError(422, f"{error}: choose fewer microbatches") from None
+        raise planning_timeout_problem(error) from None
 
 
 async def apply_report(service: Service, attempt: Attempt, body: ReportIn) -> ReportAnswer:
     """Store what happened since the driver's last report; the answer tells it to go on or to end."""
+    names = await _node_names(service, attempt.cluster, [node.node for node in body.draining or ()])
+    plan = None
+    if (running := body.running_plan) is not None:
+        plan = running.since_step, await asyncio.to_thread(_running_plan_text, running)
     async with service.database.write() as session:
         command = await outcome.apply_report(
             session,
             attempt.id,
-            _driver_report(body),
+            replace(_driver_report(body), running_plan=plan),
             at=utc_now(),
             backoff=service.backoff,
-            keep=service.settings.timelines_kept,
+            keep=TIMELINES_KEPT,
         )
-    if body.state is not None:
+        if body.draining is not None:
+            drains = {
+                node.node: (
+                    names[node.node],
+                    None if node.until is None else datetime.fromtimestamp(node.until, UTC),
+                )
+                for node in body.draining
+            }
+            await set_ray_drains(session, attempt.cluster, drains, at=utc_now())
+        wanted = await wanted_checkpoint_steps(session, attempt.job_id)
+    if body.state is not None or body.draining:
         service.wake()
     if body.spans and exporting():
         await _record_spans(service, attempt, body.spans)
-    return ReportAnswer(command=command)
+    return ReportAnswer(command=command, wanted_checkpoints=wanted)
+
+
+async def _resume_source(service: Service, job: Job) -> ResumeSourceView | None:
+    text = stored_field(job.spec, "checkpoint", "resume_from", "")
+    if not text:
+        return None
+    if (reference := parse_job_checkpoint(text)) is None:
+        return ResumeSourceView(uri=text)
+    source_id, step = reference
+    async with service.database.read() as session:
+        source = await existing_job(session, source_id)
+    uri = stored_field(source.spec, "checkpoint", "uri", "")
+    return ResumeSourceView(uri=step_uri(uri, source_id, step or 0), job=source_id, step=step)
 
 
 async def _job_secrets(service: Service, job: Job) -> dict[str, str]:
@@ -260,6 +469,7 @@ def _driver_report(body: ReportIn) -> outcome.DriverReport:
         if body.model_flops is None
         else (body.model_flops.step, body.model_flops.peak_per_s),
         stored_bytes=None if body.checkpoint is None else body.checkpoint.stored_bytes,
+        failed_nodes=body.failed_nodes,
     )
 
 

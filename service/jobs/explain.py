@@ -1,4 +1,4 @@
-"""Explanations of a job's step from its stored plan and measured slots: what it waits for, gaps of lanes, memory of meshes.
+"""Explains a job's steps from its stored plan and measured slots: waits, gaps, memory of meshes, the calibrated plan.
 
 Turns rows of the store into the values of the scheduler's analyses; decides nothing.
 """
@@ -7,22 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from pydantic import ValidationError
 from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.jobs.lifecycle import existing_job
 from service.jobs.problems import ProblemError
 from service.jobs.service import RunWork, Service, with_fields
 from service.orchestrator.planning.work import StoredStep
 from service.scheduler.problem.spec import PipelineSpec
+from service.scheduler.why.calibration import Calibration, calibrate, choose_calibration_steps
 from service.scheduler.why.gaps import find_gaps
-from service.schemas.jobs import SlotView
+from service.schemas.activity import SlotView
 from service.settings.clusters import DEFAULT_CLUSTER
 from service.store.attempts import attempts_of
+from service.store.database import Database
 from service.store.measurements import (
     SlotRecord,
     find_all_costs,
@@ -47,6 +52,7 @@ async def explain_step(service: Service, job_id: str, step: int | None, run: Run
         job = await existing_job(session, job_id)
         plan = await find_job_plan(session, job_id)
         measured = await find_timeline(session, job_id, step)
+        calibrated_by = [] if plan is None else await calibration_slots(session, plan)
         record = None if measured is None else await find_step(session, job_id, measured[0].step)
         costs = await find_all_costs(
             session, scoped_costs_digest(costs_digest(job.spec), job.owner, job.began_on or DEFAULT_CLUSTER)
@@ -64,6 +70,12 @@ async def explain_step(service: Service, job_id: str, step: int | None, run: Run
             f"attempt {plan.attempt}: the plan alone is explained"
         )
         measured = None
+    elif measured is not None and plan.since_step is not None and measured[0].step < plan.since_step:
+        notes.append(
+            f"step {measured[0].step} was measured before step {plan.since_step}, at which the job swapped its plan: the "
+            "plan alone is explained"
+        )
+        measured = None
     stored = StoredStep(
         job=job.spec,
         plan=plan.body,
@@ -71,12 +83,97 @@ async def explain_step(service: Service, job_id: str, step: int | None, run: Run
         step_s=None if measured is None or record is None else record.step_s,
         costs=costs,
         notes=tuple(notes),
+        calibrated_by=calibrated_by,
     )
     explanation = await run(service.planner.explain(stored))
     explained_step = None if measured is None else measured[0].step
     return await with_fields(
         explanation, first={"job_id": job_id, "attempt": plan.attempt, "step": explained_step}
     )
+
+
+_CALIBRATION_SLOTS = 50_000  # of all steps of a calibration
+_KEPT_CALIBRATIONS = 256  # of the jobs that were asked for last
+_calibrations: WeakKeyDictionary[Database, dict[str, tuple[tuple[Any, ...], Calibration | None]]] = (
+    WeakKeyDictionary()
+)
+"""By job, those asked for last at the end: the plan and the steps, and what they gave."""
+
+
+async def read_calibration(database: Database, job_id: str) -> Calibration | None:
+    """The job's plan with the costs of its last profiled steps; None where there is no plan, or no such step.
+
+    Computed anew when another step was profiled: the slots of a few steps take a tenth of a second.
+    """
+    async with database.read() as session:
+        query = select(JobPlan.attempt, JobPlan.created_at, JobPlan.since_step).where(
+            JobPlan.job_id == job_id
+        )
+        planned = (await session.execute(query)).first()
+        key = (
+            ()
+            if planned is None
+            else (*planned, *await _warm_steps(session, job_id, planned.attempt, planned.since_step))
+        )
+        kept = _calibrations.setdefault(database, {})
+        if job_id in kept and kept[job_id][0] == key:
+            kept[job_id] = kept.pop(job_id)
+            return kept[job_id][1]
+        plan = await find_job_plan(session, job_id)
+        slots = [] if plan is None else await calibration_slots(session, plan)
+    found = None if plan is None or not slots else await asyncio.to_thread(_calibrated, plan.body, slots)
+    kept.pop(job_id, None)
+    kept[job_id] = key, found
+    while len(kept) > _KEPT_CALIBRATIONS:
+        del kept[next(iter(kept))]
+    return found
+
+
+async def read_calibrations(
+    database: Database, job_ids: Iterable[str], *, limit_s: float
+) -> dict[str, Calibration | None]:
+    """The calibrations of several jobs, by job. One is computed in any case; once `limit_s` are over the others are as
+    they were last, and these come first next time."""
+    kept = _calibrations.setdefault(database, {})
+    place = {job_id: place for place, job_id in enumerate(kept)}
+    deadline = time.monotonic() + limit_s
+    found: dict[str, Calibration | None] = {}
+    for job_id in sorted(job_ids, key=lambda job_id: place.get(job_id, -1)):
+        if not found or time.monotonic() < deadline:
+            found[job_id] = await read_calibration(database, job_id)
+        elif job_id in kept:
+            found[job_id] = kept[job_id][1]
+    return found
+
+
+async def _warm_steps(
+    session: AsyncSession, job_id: str, attempt: int, since_step: int | None
+) -> Sequence[int]:
+    """The profiled steps of the attempt that calibrate its plan; behind `since_step` of one that was swapped in."""
+    steps = [step for number, step in await profiled_attempt_steps(session, job_id) if number == attempt]
+    return choose_calibration_steps(steps, since_step=since_step)
+
+
+async def calibration_slots(session: AsyncSession, plan: JobPlan) -> list[list[SlotRecord]]:
+    """The slots of the last warm steps of the plan's attempt, of fewer steps where a step has very many."""
+    found: list[list[SlotRecord]] = []
+    for step in reversed(await _warm_steps(session, plan.job_id, plan.attempt, plan.since_step)):
+        if found and sum(map(len, found)) + len(found[0]) > _CALIBRATION_SLOTS:
+            break
+        if (timeline := await find_timeline(session, plan.job_id, step)) is not None:
+            found.append(timeline[1])
+    return found[::-1]
+
+
+def _calibrated(plan_text: str, steps: Sequence[Sequence[SlotRecord]]) -> Calibration | None:
+    body = json.loads(plan_text)
+    try:
+        spec = PipelineSpec.model_validate(body["spec"])
+        planned = [SlotView.model_validate(slot) for slot in body["plan"]["slots"]]
+    except ValidationError:  # planned by an older Slotline
+        return None
+    found = calibrate(spec, body["plan"]["programs"], planned, steps)
+    return None if found is None else found[0]
 
 
 async def read_profiled_steps(service: Service, job_id: str) -> dict[str, Any]:
@@ -116,13 +213,16 @@ async def read_memory(service: Service, job_id: str) -> list[dict[str, Any]]:
 
 
 async def read_choice(service: Service, job_id: str) -> dict[str, Any]:
-    """Microbatches, stages, step time and updates of the plan; None and empty where there is no plan yet."""
+    """Microbatches, stages, step time and updates of the plan, and its makespan calibrated by profiled steps; None and empty
+    where there is no plan yet."""
     async with service.database.read() as session:
         await existing_job(session, job_id)
         plan = await find_job_plan(session, job_id)
     if plan is None:
-        return {"microbatches": None, "stages": None, "step_s": None, "update": []}
-    return await asyncio.to_thread(_choice, plan.body)
+        return {"microbatches": None, "stages": None, "step_s": None, "update": [], "calibrated": None}
+    found = await read_calibration(service.database, job_id)
+    calibrated = None if found is None else {"steps": found.steps, "makespan_s": found.makespan_s}
+    return {**await asyncio.to_thread(_choice, plan.body), "calibrated": calibrated}
 
 
 def _choice(plan_text: str) -> dict[str, Any]:

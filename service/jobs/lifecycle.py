@@ -10,11 +10,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from service.jobs.problems import ProblemCode, ProblemError
 from service.jobs.service import Service
 from service.jobs.submit import check_admitted, check_queue
-from service.jobs.views import current_view, job_view
+from service.jobs.views import current_view, view_in
 from service.schemas.jobs import JobView
 from service.spec.principals import Principal
 from service.store import jobs as store
-from service.store.attempts import attempts_of
 from service.store.database import utc_now
 from service.store.files import StorageInUseError, check_no_removal
 from service.store.tables import Job
@@ -75,7 +74,7 @@ async def read_job(service: Service, job_id: str) -> JobView:
     """The job with its attempts, or 404."""
     async with service.database.read() as session:
         job = await existing_job(session, job_id)
-        return job_view(job, list(await attempts_of(session, job_id)))
+        return await view_in(session, job)
 
 
 async def existing_job(session: AsyncSession, job_id: str) -> Job:
@@ -101,4 +100,6 @@ async def check_may_change(session: AsyncSession, caller: Principal, job_id: str
 
 
 def _no_job_problem(job_id: str) -> ProblemError:
-    return ProblemError(404, f"there is no job {job_id}: GET /api/v1/jobs lists them")
+    return ProblemError(
+        404, f"there is no job {job_id}: `slotline jobs` lists them, as GET /api/v1/jobs does"
+    )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from service.jobs.service import Service
-from service.schemas.jobs import LogLine
+from service.schemas.activity import LogLine
 from service.store.attempts import log_locations
 
 LinePlace = tuple[int, int]

@@ -1,7 +1,8 @@
 """Figures of jobs and queues for `/metrics`: states, waits, checkpoint ages, and measured slots beside planned ones.
 
 Counted at each scrape: nothing accumulates here, so a restart loses nothing. Only the comparison of measured with
-planned slots is cached, until another step is profiled: reading thousands of slots takes tens of milliseconds.
+planned slots, and the calibration of the plan, are cached, until another step is profiled: reading thousands of slots
+takes tens of milliseconds.
 A transfer lasts from when both ends are there until the first is done: the slot of an early end includes its wait.
 """
 
@@ -16,9 +17,11 @@ from datetime import datetime
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import ColumnElement, Float, Integer, case, cast, func, select
+from sqlalchemy import ColumnElement, Float, Integer, and_, case, cast, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import aliased
 
+from service.jobs.explain import read_calibrations
 from service.spec.states import FINAL_STATES, WAITING_STATES, JobState
 from service.store.database import Database
 from service.store.measurements import SlotRecord, find_timeline
@@ -28,6 +31,7 @@ from service.store.tables import Attempt, Event, Job, JobPlan, Timeline
 WAIT_BUCKETS_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 24 * 3600.0)
 _TRAINING_STATES = frozenset({JobState.RUNNING, JobState.RECOVERING})
 COMPUTE_ACTIONS = frozenset("FBIW")
+_CALIBRATION_LIMIT_S = 1.0  # of one scrape, for plans of whose jobs another step was profiled
 Link = tuple[str, str]
 """The mesh that sends, the mesh that receives."""
 
@@ -52,8 +56,22 @@ class JobSeries:
     checkpoint_interval_s: float | None
     over_plan: PlanComparison | None
     owner: str = ""
+    calibrated_makespan_s: float | None = None
+    """The makespan of its plan with the costs of profiled steps."""
     start_s: dict[str, float] = field(default_factory=dict)
-    """Phases of the current attempt's start: until Ray has its driver, and from then until it trains."""
+    """Phases of the current attempt's start: until it has its accelerators, until Ray has its driver, until it trains."""
+    saved_at: datetime | None = None
+    """When its last checkpoint was saved."""
+    interruption: Interruption | None = None
+    """How its last ended attempt ended."""
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """The end of an attempt of a job that goes on."""
+
+    at: datetime
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -82,14 +100,16 @@ class StepSeconds:
 
 
 async def read_job_metrics(database: Database, queues: tuple[str, ...], *, at: datetime) -> JobMetrics:
-    """Figures at the time `at`, from one read session; each of `queues` appears, also with no job in it."""
+    """Figures at the time `at`; each of `queues` appears, also with no job in it."""
     async with database.read() as session:
         rows = await _unfinished_jobs(session)
         checkpoints = await _last_checkpoints(session, [row.id for row in rows])
+        interruptions = await _last_interruptions(session, [row.id for row in rows])
         over = await _plan_comparisons(
             database, session, [row.id for row in rows if row.state in _TRAINING_STATES]
         )
         waits = dict.fromkeys(queues, QueueWaits()) | await _queue_waits(database, session)
+    calibrations = await read_calibrations(database, over, limit_s=_CALIBRATION_LIMIT_S)
     oldest = dict.fromkeys(queues, 0.0)
     series = []
     for row in rows:
@@ -109,13 +129,24 @@ async def read_job_metrics(database: Database, queues: tuple[str, ...], *, at: d
                 checkpoint_interval_s=interval,
                 over_plan=over.get(row.id),
                 owner=row.owner or "",
-                start_s=_start_phases(row.created, row.submitted, row.trains),
+                calibrated_makespan_s=None
+                if (found := calibrations.get(row.id)) is None
+                else found.makespan_s,
+                start_s=_start_phases(
+                    max(row.queued_at, row.ended_before or row.queued_at),
+                    row.created,
+                    row.submitted,
+                    row.trains,
+                ),
+                saved_at=checkpoints.get(row.id),
+                interruption=interruptions.get(row.id),
             )
         )
     return JobMetrics(tuple(series), waits, oldest)
 
 
 async def _unfinished_jobs(session: AsyncSession) -> list[Any]:
+    before = aliased(Attempt)
     query = select(
         Job.id,
         Job.name,
@@ -123,6 +154,7 @@ async def _unfinished_jobs(session: AsyncSession) -> list[Any]:
         Attempt.created_at.label("created"),
         Attempt.submitted_at.label("submitted"),
         Attempt.started_at.label("trains"),
+        before.finished_at.label("ended_before"),
         Job.queue,
         Job.state,
         Job.attempts_made,
@@ -133,14 +165,15 @@ async def _unfinished_jobs(session: AsyncSession) -> list[Any]:
         cast(Job.spec["checkpoint"]["every_steps"].as_string(), Integer).label("every_steps"),
     )
     query = query.outerjoin(Attempt, Attempt.id == Job.current_attempt)
+    query = query.outerjoin(before, and_(before.job_id == Job.id, before.number == Attempt.number - 1))
     query = query.where(Job.state.not_in(FINAL_STATES)).order_by(Job.created_at, Job.id)
     return list((await session.execute(query)).all())
 
 
 def _start_phases(
-    created: datetime | None, submitted: datetime | None, trains: datetime | None
+    waits: datetime, created: datetime | None, submitted: datetime | None, trains: datetime | None
 ) -> dict[str, float]:
-    phases = {"submit": (created, submitted), "start": (submitted, trains)}
+    phases = {"queue": (waits, created), "submit": (created, submitted), "start": (submitted, trains)}
     return {
         phase: max(0.0, (end - begin).total_seconds())
         for phase, (begin, end) in phases.items()
@@ -154,6 +187,14 @@ async def _last_checkpoints(session: AsyncSession, jobs: list[str]) -> dict[str,
         Event.job_id.in_(jobs), Event.kind == "checkpoint", Event.message.startswith("after step ")
     )
     return {job: at for job, at in (await session.execute(query.group_by(Event.job_id))).all()}
+
+
+async def _last_interruptions(session: AsyncSession, jobs: list[str]) -> dict[str, Interruption]:
+    query = select(Attempt.job_id, Attempt.finished_at, Attempt.reason).where(
+        Attempt.job_id.in_(jobs), Attempt.finished_at.is_not(None)
+    )
+    rows = (await session.execute(query.order_by(Attempt.number))).all()
+    return {job: Interruption(at, reason or "") for job, at, reason in rows}
 
 
 async def _queue_waits(database: Database, session: AsyncSession) -> dict[str, QueueWaits]:

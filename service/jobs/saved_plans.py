@@ -23,12 +23,11 @@ from service.orchestrator.planning.pool import PlanTimeoutError
 from service.orchestrator.planning.work import SavedPlanInput
 from service.orchestrator.tasks.profile import ProfileRequest, ProfilingFailedError
 from service.orchestrator.tasks.runner import TaskState
-from service.schemas.jobs import JobPlanPreview
-from service.schemas.plans import SavedPlanList, SavedPlanSummary, SavedPlanView
-from service.settings.settings import FOR_EVER
+from service.schemas.plans import JobPlanPreview, SavedPlanList, SavedPlanSummary, SavedPlanView
 from service.spec.job import JobSpec
 from service.spec.principals import Principal
 from service.store.database import utc_now
+from service.store.files import KEEP_PLANS_DAYS
 from service.store.plans import (
     NewSavedPlan,
     TooManySavedPlansError,
@@ -40,6 +39,11 @@ from service.store.plans import (
 )
 from service.store.tables import SavedPlan
 from worker.contract.job import AUTO, Job, microbatch_counts
+
+PLANS_OF_ONE_OWNER = 100
+"""Saved plans of one owner at most: they are kept for months."""
+PLAN_SIZE_LIMIT_BYTES = 32 << 20
+"""JSON of one saved plan at most."""
 
 
 @dataclass(frozen=True)
@@ -92,12 +96,22 @@ async def preview_plan(
             )
         plan = await run(planning)
     except PlanTimeoutError as error:
-        raise ProblemError(422, f"{error}: choose a named pipeline.schedule, or fewer microbatches") from None
+        raise planning_timeout_problem(error) from None
     provenance = PlanProvenance(known.measured_by, known.costs.get("notes") or [])
     if name is None:
         return await with_fields(plan, first=asdict(provenance))
     return await saved_plan_preview(
         await _save_new_plan(service, caller, name, spec, known.costs, plan, provenance)
+    )
+
+
+def planning_timeout_problem(error: PlanTimeoutError) -> ProblemError:
+    """422 PLANNING_TIMEOUT for a job's plan that took too long without a search too: who asked again would wait again."""
+    return ProblemError(
+        422,
+        f"{error}: try again when it is not, or give the planner less to do: a named "
+        "pipeline.schedule, fixed pipeline.stages and training.microbatches, fewer microbatches",
+        code=ProblemCode.PLANNING_TIMEOUT,
     )
 
 
@@ -151,9 +165,8 @@ async def list_summaries(
     """A page of saved plans, by id, behind the id `after`; of one owner or of all."""
     async with service.database.read() as session:
         plans = await list_saved_plans(session, owner=owner, after=after, limit=limit + 1)
-    days = service.settings.keep_plans_days
     return SavedPlanList(
-        items=[_plan_summary(plan, days) for plan in plans[:limit]],
+        items=[_plan_summary(plan) for plan in plans[:limit]],
         next_page_token=plans[limit - 1].id if len(plans) > limit else None,
     )
 
@@ -164,7 +177,7 @@ async def read_saved_plan(service: Service, name: str, owner: str) -> SavedPlanV
         plan = await find_saved_plan(session, owner, name)
     if plan is None:
         raise _no_plan_problem(name, owner)
-    summary = _plan_summary(plan, service.settings.keep_plans_days)
+    summary = _plan_summary(plan)
     return SavedPlanView(
         **summary.model_dump(),
         job=json.loads(plan.made_for)["job"],
@@ -184,7 +197,9 @@ async def remove_saved_plan(service: Service, name: str, owner: str, caller: Pri
 
 def _no_plan_problem(name: str, owner: str) -> ProblemError:
     subject = f"{owner} has" if owner else "there is"
-    return ProblemError(404, f"{subject} no plan {name}: GET /api/v1/plans/named lists them")
+    return ProblemError(
+        404, f"{subject} no plan {name}: GET /api/v1/plans/named lists them, as does `slotline plans list`"
+    )
 
 
 async def _own_saved_plan(service: Service, caller: Principal, name: str, spec: JobSpec) -> SavedPlan | None:
@@ -211,12 +226,11 @@ async def _save_new_plan(
     provenance: PlanProvenance,
 ) -> SavedPlan:
     """Store the plan (JSON) that was made for `spec` with these costs. 413 for a long one, 409 for one too many."""
-    settings, job = service.settings, spec.model_dump(mode="json")
-    if (size := len(plan)) > settings.named_plan_limit_bytes:
+    job = spec.model_dump(mode="json")
+    if (size := len(plan)) > PLAN_SIZE_LIMIT_BYTES:
         raise ProblemError(
             413,
-            f"the plan is JSON of {size} bytes, and a saved one has at most {settings.named_plan_limit_bytes}: use "
-            "fewer microbatches, or raise SLOTLINE_NAMED_PLAN_LIMIT_BYTES",
+            f"the plan is JSON of {size} bytes, and a saved one has at most {PLAN_SIZE_LIMIT_BYTES}: use fewer microbatches",
         )
     made_for = await service.planner.made_for(job, costs, plan)
     new = NewSavedPlan(
@@ -232,11 +246,11 @@ async def _save_new_plan(
     )
     try:
         async with service.database.write() as session:
-            return await store_saved_plan(session, new, at=utc_now(), most=settings.named_plans)
+            return await store_saved_plan(session, new, at=utc_now(), most=PLANS_OF_ONE_OWNER)
     except TooManySavedPlansError as error:
         raise ProblemError(
             409,
-            f"{error}: remove one (slotline plans remove NAME), or raise SLOTLINE_NAMED_PLANS",
+            f"{error}: remove one (slotline plans remove NAME)",
             code=ProblemCode.TOO_MANY_PLANS,
         ) from None
     except IntegrityError:  # another request has saved it meanwhile
@@ -264,8 +278,8 @@ def _plan_reference(plan: SavedPlan) -> dict[str, Any]:
     return {"id": plan.id, "owner": plan.owner, "name": plan.name}
 
 
-def _plan_summary(plan: SavedPlan, keep_days: float) -> SavedPlanSummary:
-    expires_at = None if keep_days == FOR_EVER else plan.used_at + timedelta(days=keep_days)
+def _plan_summary(plan: SavedPlan) -> SavedPlanSummary:
+    expires_at = plan.used_at + timedelta(days=KEEP_PLANS_DAYS)
     names = ("id", "owner", "name", "created_at", "used_at", "size_bytes")
     return SavedPlanSummary(
         **{name: getattr(plan, name) for name in names}, expires_at=expires_at, **plan.summary
@@ -358,8 +372,8 @@ def _fixed_fields(job: Job, planned_job: Job) -> Iterator[tuple[str, Any, Any]]:
         yield f"training.{name}", getattr(job.training, name), getattr(planned_job.training, name)
     yield "resources.meshes", job.meshes, planned_job.meshes
     if job.meshes == planned_job.meshes:
-        yield "resources.workers_per_mesh", list(job.mesh_sizes), list(planned_job.mesh_sizes)
-        yield "resources.tensor", list(job.tensors), list(planned_job.tensors)
+        yield "parallelism.dp", list(job.dp_sizes), list(planned_job.dp_sizes)
+        yield "parallelism.tp", list(job.tensors), list(planned_job.tensors)
         yield "resources.shard", list(job.sharded), list(planned_job.sharded)
     yield "resources.tensor_plan", job.resources.tensor_plan, planned_job.resources.tensor_plan
     yield "pipeline.overlap", job.pipeline.overlap, planned_job.pipeline.overlap

@@ -55,6 +55,7 @@ class Service:
     clusters: Clusters
     logs: LogReader
     wake: Callable[[], None]
+    backoff: Backoff = field(default_factory=Backoff)
     problem: Callable[[], str | None] = lambda: None
     identity: IdentityVerifier | None = None
     lag_s: Callable[[], float | None] = lambda: None
@@ -70,10 +71,6 @@ class Service:
     def cluster(self) -> ClusterWatcher:
         """The watcher of the cluster named default."""
         return self.clusters.of(DEFAULT_CLUSTER).watcher
-
-    @property
-    def backoff(self) -> Backoff:
-        return Backoff(self.settings.retry_backoff_s, self.settings.retry_backoff_limit_s)
 
 
 class JobFeed:

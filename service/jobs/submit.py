@@ -5,7 +5,7 @@ The planner's previews and the retries of jobs pass the same checks.
 
 from __future__ import annotations
 
-import re
+import asyncio
 from urllib.parse import urlsplit
 
 from sqlalchemy.exc import IntegrityError
@@ -17,21 +17,33 @@ from service.jobs.views import current_view, job_view
 from service.observability.tracing import REQUEST_SPAN
 from service.orchestrator.notify.webhook import is_known_private
 from service.schemas.jobs import JobView
+from service.schemas.plans import ACTION_LIMIT
 from service.settings.settings import Settings
 from service.spec.job import (
     PACKAGE_PREFIX,
     JobSpec,
+    parse_job_checkpoint,
+    relative_places,
+    stored_field,
 )
 from service.spec.principals import Principal, Role
+from service.spec.values import is_listable
 from service.store.database import utc_now
-from service.store.files import find_package
-from service.store.jobs import NewJob, find_by_idempotency_key
+from service.store.files import StorageInUseError, find_package
+from service.store.jobs import (
+    NewJob,
+    ResumedCheckpoint,
+    create_resuming_job,
+    find_by_idempotency_key,
+    find_job,
+)
 from service.store.plans import mark_saved_plan_used
 from service.store.secrets import missing_secrets
 from service.store.tables import Job
+from worker.contract.checkpoint_files import CheckpointError, inspect_checkpoints
 from worker.contract.logs import TraceParent
 
-_ABSOLUTE_URI = re.compile(r"/|~/|[a-z][a-z0-9+.-]*:/")
+_LIST_LIMIT_S = 20.0
 
 
 async def submit_job(
@@ -51,15 +63,17 @@ async def submit_job(
     if job is None:
         await check_references(service, spec, caller)
         saved_plan = await plan_named_by(service, spec, caller)
+        spec, resumes = await _resolve_resume(service, spec, caller)
         trace = REQUEST_SPAN.get() or TraceParent.read(traceparent) or TraceParent.new()
         new = NewJob(
             spec,
             utc_now(),
             caller.name,
-            idempotency_key,
-            digest,
-            str(trace),
-            None if saved_plan is None else saved_plan.id,
+            idempotency_key=idempotency_key,
+            request_digest=digest,
+            traceparent=str(trace),
+            saved_plan_id=None if saved_plan is None else saved_plan.id,
+            resumes=resumes,
         )
         job = await _create_once(service, new, caller)
         if saved_plan is not None:
@@ -85,7 +99,12 @@ async def _find_by_key(service: Service, caller: Principal, key: str | None) -> 
 async def _create_once(service: Service, new: NewJob, caller: Principal) -> Job:
     """A new job, or the one that another request stores with this key at the same moment."""
     try:
-        return await service.submissions.store(new)
+        if new.resumes is None:
+            return await service.submissions.store(new)
+        async with service.database.write() as session:
+            return await create_resuming_job(session, new)
+    except StorageInUseError as error:
+        raise ProblemError(409, str(error), code=ProblemCode.CHECKPOINT_IN_USE) from None
     except IntegrityError:
         job = await _find_by_key(service, caller, new.idempotency_key)
         if job is None:
@@ -98,24 +117,23 @@ async def check_references(service: Service, spec: JobSpec, caller: Principal) -
 
     It may name a queue, an absolute place of checkpoints and weights, secrets, webhooks, and a package of the caller's.
     """
-    _check_plan_size(spec, service.settings)
+    _check_plan_size(spec)
     check_queue(service.settings, spec.queue, caller)
-    _check_checkpoint_uri(spec)
+    _check_places(spec)
     await _check_secrets(service, spec, caller)
     _check_notifications(service.settings, spec)
-    _check_weights(spec)
     await _check_package(service, spec, caller)
 
 
-def _check_plan_size(spec: JobSpec, settings: Settings) -> None:
+def _check_plan_size(spec: JobSpec) -> None:
     stages, microbatches = spec.pipeline.stages, spec.training.microbatches
     least = stages if stages != "auto" else spec.resources.meshes or 1
     actions = (1 if microbatches == "auto" else microbatches) * (2 * least - 1)  # a chain has an edge less
-    if actions > (limit := settings.plan_action_limit):
+    if actions > ACTION_LIMIT:
         raise field_problem(
             "training.microbatches",
             str(microbatches),
-            f"with {least} stages that is {actions} actions to plan, the limit is {limit}: "
+            f"with {least} stages that is {actions} actions to plan, the limit is {ACTION_LIMIT}: "
             "set fewer microbatches, or fewer pipeline.stages",
         )
 
@@ -140,14 +158,9 @@ def check_admitted(settings: Settings, name: str, caller: Principal) -> None:
     )
 
 
-def _check_checkpoint_uri(spec: JobSpec) -> None:
-    if spec.checkpoint is not None and not _ABSOLUTE_URI.match(spec.checkpoint.uri):
-        raise field_problem(
-            "checkpoint.uri",
-            spec.checkpoint.uri,
-            "is relative, and every worker has another current folder: "
-            "give an absolute path that all of them see, or a URL such as s3://bucket/folder",
-        )
+def _check_places(spec: JobSpec) -> None:
+    for field, value, message in relative_places(spec):
+        raise field_problem(field, value, message)
 
 
 async def _check_secrets(service: Service, spec: JobSpec, caller: Principal) -> None:
@@ -176,15 +189,6 @@ def _check_notifications(settings: Settings, spec: JobSpec) -> None:
             )
 
 
-def _check_weights(spec: JobSpec) -> None:
-    if spec.model.weights is not None and not spec.model.weights.startswith(("/", "~/")):
-        raise field_problem(
-            "model.weights",
-            spec.model.weights,
-            "is no absolute path: every worker reads its part itself; give one that all of them see",
-        )
-
-
 async def _check_package(service: Service, spec: JobSpec, caller: Principal) -> None:
     place = spec.code.working_dir
     if place is None or not place.startswith(PACKAGE_PREFIX):
@@ -196,3 +200,80 @@ async def _check_package(service: Service, spec: JobSpec, caller: Principal) -> 
         raise field_problem(
             "code.working_dir", place, "you uploaded no such package: POST the zip to /api/v1/packages first"
         )
+
+
+async def _resolve_resume(
+    service: Service, spec: JobSpec, caller: Principal
+) -> tuple[JobSpec, ResumedCheckpoint | None]:
+    """The specification with the step of the job's checkpoint that it begins from, and that checkpoint; None for another
+    place or none.
+
+    422 where there is no such checkpoint, or nothing is left to train behind it; 403 for another owner's job.
+    """
+    text = None if spec.checkpoint is None else spec.checkpoint.resume_from
+    if text is None or (reference := parse_job_checkpoint(text)) is None:
+        return spec, None
+    source_id, step = reference
+    async with service.database.read() as session:
+        source = await find_job(session, source_id)
+    if source is None:
+        raise _resume_problem(text, f"there is no job {source_id}: `slotline jobs` lists them")
+    if not caller.may_change(source.owner):
+        possessive = f"{source.owner}'s" if source.owner else "nobody's that is known"
+        raise ProblemError(
+            403,
+            f"checkpoint.resume_from {text!r}: job {source_id} is {possessive}, and {caller.name} is no operator: ask one, "
+            "or begin from the weights that its owner has exported (model.weights)",
+        )
+    step = await _checkpoint_step(source, step, text)
+    if step >= spec.training.steps:
+        raise field_problem(
+            "training.steps",
+            str(spec.training.steps),
+            f"is not behind step {step} of job {source_id}, from which the job begins, and steps are counted from step 1: "
+            f"give more than {step}",
+        )
+    checkpoint = spec.checkpoint.model_copy(update={"resume_from": f"{source_id}@{step}"})
+    return spec.model_copy(update={"checkpoint": checkpoint}), ResumedCheckpoint(source_id, step)
+
+
+async def _checkpoint_step(source: Job, step: int | None, text: str) -> int:
+    """`step`, or that of the newest checkpoint of `source`; 422 where it has none of the step.
+
+    Checkpoints that this machine does not see are known by what the job's drivers reported: the workers look then.
+    """
+    reported = source.checkpoint_step
+    steps = await _whole_steps(source)
+    newest = max(steps, default=None) or reported
+    if newest is None:
+        raise _resume_problem(
+            text,
+            f"job {source.id} is {source.state} and has no checkpoint: submit again when it has one (`slotline checkpoints "
+            f"{source.id}`), or leave resume_from out",
+        )
+    if step is None or step in steps:
+        return newest if step is None else step
+    if not steps and step <= newest:
+        return step
+    kept = ", ".join(map(str, sorted(steps))) if steps else f"{newest} as its newest"
+    raise _resume_problem(
+        text,
+        f"job {source.id} has no checkpoint of step {step}; it has {kept}: name one, as {source.id}@{newest}",
+    )
+
+
+async def _whole_steps(source: Job) -> list[int]:
+    """Steps of the whole checkpoints of a job; none where this machine does not see their place."""
+    uri = stored_field(source.spec, "checkpoint", "uri", "")
+    if not uri or not is_listable(uri):
+        return []
+    try:
+        looking = asyncio.to_thread(inspect_checkpoints, uri, source.id)
+        found = await asyncio.wait_for(looking, _LIST_LIMIT_S)
+    except (CheckpointError, TimeoutError):
+        return []
+    return [checkpoint.step for checkpoint in found if checkpoint.damage is None]
+
+
+def _resume_problem(text: str, message: str) -> ProblemError:
+    return field_problem("checkpoint.resume_from", text, message)

@@ -5,29 +5,32 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import asdict
 
+from service.jobs.explain import read_calibration
 from service.jobs.lifecycle import existing_job
 from service.jobs.problems import ProblemError
-from service.jobs.service import Service
-from service.scheduler.views.chrome import NANOSECOND_US, TransferArrows
-from service.schemas.jobs import SlotView, TimelineSide, TimelineView
+from service.jobs.service import Service, with_fields
+from service.scheduler.views.chrome import chrome_trace
+from service.scheduler.views.svg import timeline_svg
+from service.schemas.activity import SlotView, TimelineSide, TimelineView
 from service.store.measurements import SlotRecord, find_step, find_timeline, profiled_steps
 from service.store.plans import find_job_plan
 from service.store.tables import Job, JobPlan, Step, Timeline
 
 _UPDATE_ACTIONS = ("REDUCE", "STEP")
-_MICROSECONDS = 1e6
 
 
-async def stored_plan(service: Service, job_id: str) -> JobPlan:
-    """The job's current plan; 404 where it has none."""
+async def read_plan(service: Service, job_id: str) -> str:
+    """JSON of the JobPlanView of the job's current plan; 404 where it has none."""
     async with service.database.read() as session:
         job = await existing_job(session, job_id)
         plan = await find_job_plan(session, job_id)
     if plan is None:
         raise ProblemError(404, f"job {job_id} has no plan{why_no_plan(job)}")
-    return plan
+    if (calibration := await read_calibration(service.database, job_id)) is None:
+        return plan.body
+    return await with_fields(plan.body, last={"calibrated": asdict(calibration)})
 
 
 def why_no_plan(job: Job) -> str:
@@ -90,88 +93,38 @@ def _planned_side(body: str) -> TimelineSide:
 
 
 def makespan_s(slots: Sequence[SlotView], record: Step | None) -> float:
-    """As the driver reported it, else from the first start to the last end before REDUCE and STEP."""
+    """The makespan that the driver reported, else from the first start to the last end before REDUCE and STEP."""
     if record is not None and record.makespan_s is not None:
         return record.makespan_s
     timed = [slot for slot in slots if slot.action not in _UPDATE_ACTIONS]
     return max((s.end_s for s in timed), default=0.0) - min((s.start_s for s in timed), default=0.0)
 
 
-def chrome_trace(view: TimelineView) -> dict[str, Any]:
-    """One process a side and mesh, one thread a lane, an arrow for each transfer; times in microseconds from the
-    step's start."""
-    events: list[dict[str, Any]] = []
-    arrows = TransferArrows()
-    number = 0
-    for side, timeline in (("planned", view.planned), ("measured", view.measured)):
-        slots = [] if timeline is None else timeline.slots
-        for mesh in dict.fromkeys(slot.mesh for slot in slots):
-            number += 1
-            of_mesh = [slot for slot in slots if slot.mesh == mesh]
-            events += _mesh_events(number, f"{side} {mesh}", of_mesh, side, arrows)
-    events += arrows.events()
-    return {
-        "traceEvents": events,
-        "displayTimeUnit": "ms",
-        "otherData": {
-            "job": view.job_id,
-            "step": view.step,
-            "started_at": view.started_at,
-            "uncertainty_s": view.uncertainty_s,
-        },
+def timeline_picture(view: TimelineView) -> str:
+    """Both sides of a timeline below each other as SVG; 422 where it has too many slots. Runs in a thread."""
+    shown = {"planned": view.planned, "measured": view.measured}
+    sides = {
+        f"{name}: makespan {1e3 * side.makespan_s:.4g} ms": side.slots
+        for name, side in shown.items()
+        if side is not None
     }
+    step = "" if view.step is None else f", step {view.step}"
+    try:
+        return timeline_svg(f"{view.job_id}{step}", sides)
+    except ValueError as error:
+        raise ProblemError(422, f"{error}: use format=chrome") from None
 
 
-def _mesh_events(
-    number: int, name: str, slots: list[SlotView], side: str, arrows: TransferArrows
-) -> list[dict[str, Any]]:
-    lanes = {
-        lane: i for i, lane in enumerate(sorted({s.lane for s in slots}, key=lambda x: (x != "compute", x)))
+def timeline_trace(view: TimelineView) -> str:
+    """Both sides of a timeline as a Chrome trace; runs in a thread, as the view itself."""
+    sides = {"planned": view.planned, "measured": view.measured}
+    trace = chrome_trace(
+        {name: [slot.model_dump() for slot in side.slots] for name, side in sides.items() if side is not None}
+    )
+    step = {
+        "job": view.job_id,
+        "step": view.step,
+        "started_at": view.started_at,
+        "uncertainty_s": view.uncertainty_s,
     }
-    events = [
-        _name_event("process_name", number, 0, name),
-        _sort_event("process_sort_index", number, 0, number),
-    ]
-    for lane, thread in lanes.items():
-        events.append(_name_event("thread_name", number, thread, lane))
-        events.append(_sort_event("thread_sort_index", number, thread, thread))
-    for slot in slots:
-        label = "" if slot.microbatch is None else f" {slot.microbatch}"
-        start, length = slot.start_s * _MICROSECONDS, (slot.end_s - slot.start_s) * _MICROSECONDS
-        if slot.peer_mesh is not None:
-            length = max(length, NANOSECOND_US)
-        arrows.add(
-            side,
-            slot.mesh,
-            slot.action,
-            slot.peer_mesh,
-            slot.edge,
-            slot.microbatch,
-            process=number,
-            thread=lanes[slot.lane],
-            start=start,
-            end=start + length,
-        )
-        events.append(
-            {
-                "name": f"{slot.action}{label}",
-                "cat": slot.action,
-                "ph": "X",
-                "pid": number,
-                "tid": lanes[slot.lane],
-                "ts": start,
-                "dur": length,
-                "args": slot.model_dump(
-                    include={"stage", "peer_stage", "peer_mesh", "edge", "microbatch"}, exclude_none=True
-                ),
-            }
-        )
-    return events
-
-
-def _name_event(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
-
-
-def _sort_event(kind: str, process: int, thread: int, index: int) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"sort_index": index}}
+    return json.dumps(trace | {"otherData": step})

@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
-from service.schemas.jobs import (
-    AttemptView,
-    CheckpointView,
-    EvaluationView,
-    EventView,
-    JobSummary,
-    JobView,
-    Progress,
-    StepView,
-)
-from service.store.attempts import attempts_of
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from service.schemas.activity import EvaluationView, EventView, StepView
+from service.schemas.jobs import AttemptView, CheckpointView, JobSummary, JobView, PlacedMeshView, Progress
+from service.store.attempts import attempts_of, placements_of
 from service.store.database import Database
-from service.store.tables import Attempt, Evaluation, Event, Job, Step
+from service.store.events import LaunchPhase, launch_phases
+from service.store.tables import Attempt, Evaluation, Event, Job, PlacedMesh, Step
 
 
 def job_summary(job: Job) -> JobSummary:
     return JobSummary(**_summary_fields(job))
 
 
-def job_view(job: Job, attempts: list[Attempt]) -> JobView:
+def job_view(
+    job: Job,
+    attempts: Sequence[Attempt],
+    placements: Sequence[PlacedMesh] = (),
+    phases: Mapping[int, Sequence[LaunchPhase]] | None = None,
+) -> JobView:
+    """`phases` are those that drivers reported of their launches, by the attempt's number."""
+    placed = defaultdict[str, list[PlacedMeshView]](list)
+    for mesh in placements:
+        placed[mesh.attempt_id].append(PlacedMeshView.model_validate(mesh, from_attributes=True))
+    launches = launch_seconds(job, attempts, phases or {})
+    views = [AttemptView.model_validate(attempt, from_attributes=True) for attempt in attempts]
     return JobView(
         **_summary_fields(job),
         spec=job.spec,
-        attempts=[AttemptView.model_validate(attempt, from_attributes=True) for attempt in attempts],
+        attempts=[
+            view.model_copy(update={"placed": placed[view.id], "launch_s": launches[view.number]})
+            for view in views
+        ],
         checkpoint=checkpoint_view(job),
         trace_id=job.trace_id,
         best_checkpoint=job.best_checkpoint,
@@ -37,7 +49,40 @@ def job_view(job: Job, attempts: list[Attempt]) -> JobView:
 async def current_view(database: Database, job: Job) -> JobView:
     """The job with its attempts, which are read now."""
     async with database.read() as session:
-        return job_view(job, list(await attempts_of(session, job.id)))
+        return await view_in(session, job)
+
+
+async def view_in(session: AsyncSession, job: Job) -> JobView:
+    """The job with its attempts and their placements, read in this session."""
+    attempts = await attempts_of(session, job.id)
+    placements = await placements_of(session, [attempt.id for attempt in attempts])
+    return job_view(job, attempts, placements, await launch_phases(session, job.id))
+
+
+def launch_seconds(
+    job: Job, attempts: Sequence[Attempt], phases: Mapping[int, Sequence[LaunchPhase]]
+) -> dict[int, dict[str, float]]:
+    """Seconds by phase, in order, from the wait for accelerators to the end of the first step, by the attempt's number.
+
+    A job waits from its submission, its retry or the end of the attempt before.
+    """
+    found: dict[int, dict[str, float]] = {}
+    waits = [job.created_at, job.queued_at]
+    for attempt in sorted(attempts, key=lambda attempt: attempt.number):
+        since = max((at for at in waits if at <= attempt.created_at), default=attempt.created_at)
+        own = phases.get(attempt.number, ())
+        begun = own[0].ended_at - timedelta(seconds=own[0].seconds) if own else None
+        seconds = {"queue": (attempt.created_at - since).total_seconds()}
+        if attempt.submitted_at is not None:
+            seconds["submit"] = (attempt.submitted_at - attempt.created_at).total_seconds()
+            if begun is not None:
+                seconds["driver"] = max(0.0, (begun - attempt.submitted_at).total_seconds())
+        for phase in own:
+            seconds[phase.name] = seconds.get(phase.name, 0.0) + phase.seconds
+        found[attempt.number] = seconds
+        if attempt.finished_at is not None:
+            waits.append(attempt.finished_at)
+    return found
 
 
 def checkpoint_view(job: Job) -> CheckpointView | None:

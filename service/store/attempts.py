@@ -1,4 +1,4 @@
-"""Attempts: created with their token, locked with their job, listed by state, missing log and metrics endpoint.
+"""Attempts: created with their token, placed, locked with their job, listed by state, missing log and metrics endpoint.
 
 Creating an attempt of a locked, waiting job moves the job to STARTING. A job's first attempt fixes its device and
 its cluster, where its checkpoints are and later attempts resume. `lock_attempt` locks the job and re-reads the attempt.
@@ -8,18 +8,24 @@ Lists leave out logs and specifications, which are long.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime
 from typing import NamedTuple
 
-from sqlalchemy import or_, select
+from sqlalchemy import delete, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.settings.clusters import DEFAULT_CLUSTER
 from service.spec.states import AttemptState, JobState
 from service.store.spans import add_wait_span
-from service.store.tables import WITHOUT_LOG, WITHOUT_SPEC, Attempt, Job
+from service.store.tables import WITHOUT_LOG, WITHOUT_SPEC, Attempt, Job, PlacedMesh
 from service.store.transitions import lock_job, move_job
+
+
+async def exchange_token(session: AsyncSession, attempt_id: str, old: str, new: str) -> bool:
+    """Put `new` in the place of the token `old`; False where another exchange came between."""
+    change = update(Attempt).where(Attempt.id == attempt_id, Attempt.token == old).values(token=new)
+    return (await session.execute(change)).rowcount == 1
 
 
 async def create_attempt(
@@ -91,6 +97,19 @@ async def active_attempts(session: AsyncSession) -> list[tuple[Attempt, Job]]:
         .order_by(Attempt.created_at, Attempt.id)
     )
     return [(attempt, job) for attempt, job in (await session.execute(query)).all()]
+
+
+async def record_placement(session: AsyncSession, attempt_id: str, placed: Sequence[PlacedMesh]) -> None:
+    """Store where the attempt's meshes are placed, in the stead of an earlier placement."""
+    await session.execute(delete(PlacedMesh).where(PlacedMesh.attempt_id == attempt_id))
+    session.add_all(placed)
+
+
+async def placements_of(session: AsyncSession, attempt_ids: Collection[str]) -> Sequence[PlacedMesh]:
+    """The nodes of the meshes of these attempts, mesh by mesh."""
+    query = select(PlacedMesh).where(PlacedMesh.attempt_id.in_(attempt_ids))
+    found = (await session.execute(query)).scalars().all()
+    return sorted(found, key=lambda one: (one.attempt_id, len(one.mesh), one.mesh, one.node, one.node_id))
 
 
 class LogLocation(NamedTuple):

@@ -83,16 +83,26 @@ class NoSuchRevisionError(ValueError):
     """This version has no migration of that name, or no path to it."""
 
 
+def _alembic_config() -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS_DIR).replace("%", "%%"))
+    return config
+
+
+def known_revisions() -> list[str]:
+    """The revisions of the tables that this version can migrate between, newest first."""
+    scripts = ScriptDirectory.from_config(_alembic_config())
+    return [script.revision for script in scripts.walk_revisions()]
+
+
 def migrate(connection: Connection, to: str = "head") -> None:
     """Bring the tables to a revision, up or down; newer tables that this code works with stay unchanged.
 
     Raises IncompatibleTablesError and NoSuchRevisionError.
     """
-    config = Config()
-    config.set_main_option("script_location", str(MIGRATIONS_DIR).replace("%", "%%"))
+    config = _alembic_config()
     config.attributes["connection"] = connection
-    scripts = ScriptDirectory.from_config(config)
-    known = [script.revision for script in scripts.walk_revisions()]  # newest first
+    known = known_revisions()
     present = MigrationContext.configure(connection).get_current_revision()
     if present in _REPLACED_REVISIONS:
         raise OlderTablesError(

@@ -19,6 +19,7 @@ from service.spec.states import JobState
 from service.spec.values import storable_text
 from service.store.measurements import SlotRecord
 from service.store.tables import Attempt, AuditEntry, Event, Job, JobPlan, PostMortem, Slot, Timeline
+from worker.contract.timeline import LAUNCH_EVENT, read_launch_message
 
 
 def add_audit(
@@ -59,6 +60,13 @@ class JobVersion:
     last_event: int
 
 
+@dataclass(frozen=True)
+class LaunchPhase:
+    name: str
+    seconds: float
+    ended_at: datetime
+
+
 async def job_versions(session: AsyncSession, job_ids: Sequence[str]) -> dict[str, JobVersion]:
     """The versions of the jobs that exist, by id."""
     query = select(Job.id, Job.state, Job.last_event).where(Job.id.in_(job_ids))
@@ -74,6 +82,18 @@ async def events_of(
         select(Event).where(Event.job_id == job_id, Event.number > after).order_by(Event.number).limit(limit)
     )
     return (await session.execute(query)).scalars().all()
+
+
+async def launch_phases(session: AsyncSession, job_id: str) -> dict[int, list[LaunchPhase]]:
+    """The phases that drivers reported between their start and their first step, in order, by the attempt's number."""
+    query = select(Event.attempt, Event.message, Event.at).where(
+        Event.job_id == job_id, Event.kind == LAUNCH_EVENT, Event.attempt.is_not(None)
+    )
+    found: dict[int, list[LaunchPhase]] = {}
+    for number, message, at in (await session.execute(query.order_by(Event.number))).all():
+        if (phase := read_launch_message(message)) is not None:
+            found.setdefault(number, []).append(LaunchPhase(*phase, ended_at=at))
+    return found
 
 
 _POST_MORTEMS_PER_JOB = 5

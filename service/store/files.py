@@ -37,6 +37,7 @@ from service.store.tables import (
     JobPlan,
     Package,
     PackageOwner,
+    PlacedMesh,
     PostMortem,
     SavedPlan,
     Slot,
@@ -102,6 +103,7 @@ async def begin_storage_use(
     *,
     at: datetime,
     limit_s: float,
+    use_id: str | None = None,
 ) -> str:
     """Lease these folders of a job (None: any) for `limit_s`; returns the id of the use. Raises StorageInUseError.
 
@@ -112,11 +114,14 @@ async def begin_storage_use(
     query = select(StorageUse).where(StorageUse.job_id == job_id, StorageUse.kind != kind)
     for other in (await session.execute(query)).scalars():
         if folders is None or other.folders is None or {*folders} & {*other.folders}:
+            if other.id.startswith(_RESUME_USE_PREFIX):
+                await _check_resume_begun(session, other)
+                continue
             doing = "an export reads" if other.kind == StorageUseKind.READING else "somebody deletes"
             what = "its checkpoints" if other.folders is None else ", ".join(other.folders)
             raise StorageInUseError(f"{doing} {what} of job {job_id} now: ask again when it has ended")
     use = StorageUse(
-        id=secrets.token_hex(16),
+        id=use_id or secrets.token_hex(16),
         job_id=job_id,
         kind=kind,
         folders=None if folders is None else list(folders),
@@ -124,6 +129,54 @@ async def begin_storage_use(
     )
     session.add(use)
     return use.id
+
+
+_RESUME_USE_PREFIX = "resume-"
+_RESUME_USE_LIMIT_S = 100 * 366 * 86400.0  # it holds while its job waits, however long that is
+
+
+async def hold_for_resume(
+    session: AsyncSession, job_id: str, *, source: str, step: int, at: datetime
+) -> None:
+    """Keep the checkpoint of job `source` after `step` while job `job_id`, which begins from it, has none of its own.
+
+    Raises StorageInUseError where it is being deleted.
+    """
+    await begin_storage_use(
+        session,
+        source,
+        StorageUseKind.READING,
+        [step_folder_name(step)],
+        at=at,
+        limit_s=_RESUME_USE_LIMIT_S,
+        use_id=f"{_RESUME_USE_PREFIX}{job_id}",
+    )
+
+
+async def wanted_checkpoint_steps(session: AsyncSession, job_id: str) -> list[int]:
+    """Steps of the job's checkpoints from which other jobs are still to begin."""
+    query = select(StorageUse.folders).where(
+        StorageUse.job_id == job_id,
+        StorageUse.id.startswith(_RESUME_USE_PREFIX),
+        exists().where(literal(_RESUME_USE_PREFIX) + Job.id == StorageUse.id, *_BEGINS_FROM_ANOTHER),
+    )
+    folders = {folder for held in (await session.execute(query)).scalars() for folder in held}
+    return sorted(int(folder.rpartition("-")[2]) for folder in folders)
+
+
+_BEGINS_FROM_ANOTHER = (Job.state.not_in(FINAL_STATES), Job.checkpoint_step.is_(None))
+"""The conditions on a job with resume_from under which its next attempt begins from the other job's checkpoint."""
+
+
+async def _check_resume_begun(session: AsyncSession, use: StorageUse) -> None:
+    """Raise StorageInUseError while the job of the use is still to begin from the files."""
+    job_id = use.id.removeprefix(_RESUME_USE_PREFIX)
+    query = select(Job.state).where(Job.id == job_id, *_BEGINS_FROM_ANOTHER)
+    if (state := (await session.execute(query)).scalar_one_or_none()) is not None:
+        raise StorageInUseError(
+            f"job {job_id} ({state}) begins from {', '.join(use.folders)} of job {use.job_id}: ask again when it has a "
+            "checkpoint of its own, or cancel it"
+        )
 
 
 async def end_storage_use(session: AsyncSession, use_id: str) -> None:
@@ -255,17 +308,24 @@ _TIMELINES_PER_TRANSACTION = 20
 _RETENTION_BATCH_JOBS = 100
 
 
+KEEP_PACKAGES_DAYS = 30.0
+"""A package that no job names is kept for this time: a client uploads it again where it is gone."""
+KEEP_PLANS_DAYS = 90.0
+"""A saved plan is kept for this time after the last submission with it."""
+
+
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """Days that data is kept after a job's end, or a package after its last upload; FOR_EVER removes nothing.
+    """Days that data is kept after a job's end, a package after its last upload, a plan after the last submission with it;
+    FOR_EVER removes nothing.
 
     Packages that a job names are kept.
     """
 
     timelines_days: float
     history_days: float
-    packages_days: float
-    plans_days: float = FOR_EVER
+    packages_days: float = KEEP_PACKAGES_DAYS
+    plans_days: float = KEEP_PLANS_DAYS
 
 
 async def apply_retention(database: Sessions, keep: RetentionPolicy, *, now: datetime) -> None:
@@ -319,7 +379,7 @@ async def _remove_history(database: Sessions, days: float, now: datetime) -> Non
         for job_id in jobs:
             async with database.write() as session:
                 if job := await _lock_if_still_ended(session, job_id, days, now):
-                    for table in (Step, Evaluation, JobPlan, PostMortem, Delivery):
+                    for table in (Step, Evaluation, JobPlan, PostMortem, Delivery, PlacedMesh):
                         await session.execute(delete(table).where(table.job_id == job_id))
                     # not NULL: Ray would be asked for the log again
                     await session.execute(update(Attempt).where(Attempt.job_id == job_id).values(log=""))

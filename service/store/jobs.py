@@ -26,6 +26,7 @@ from service.spec.principals import ANONYMOUS, principal_text
 from service.spec.states import WAITING_STATES, JobState
 from service.store.database import DATABASE_UNAVAILABLE, Database
 from service.store.events import add_audit
+from service.store.files import hold_for_resume
 from service.store.notifications import enqueue_deliveries
 from service.store.tables import WITHOUT_SPEC, Attempt, Job, JobLabel
 from service.store.transitions import add_event, lock_job, move_job, new_event
@@ -135,6 +136,14 @@ class PageKey:
 
 
 @dataclass(frozen=True)
+class ResumedCheckpoint:
+    """The checkpoint of a job after a step, from which another job begins."""
+
+    job_id: str
+    step: int
+
+
+@dataclass(frozen=True)
 class NewJob:
     """A job to be stored as QUEUED, with its owner and the request that submitted it."""
 
@@ -144,7 +153,18 @@ class NewJob:
     idempotency_key: str | None = None
     request_digest: str | None = None
     traceparent: str | None = None
-    given_plan: str | None = None
+    saved_plan_id: str | None = None
+    resumes: ResumedCheckpoint | None = None
+
+
+async def create_resuming_job(session: AsyncSession, new: NewJob) -> Job:
+    """Store a job that begins from another one's checkpoint, which stays until then.
+
+    Raises StorageInUseError where that is being deleted, else as `create_jobs`.
+    """
+    (job,) = await create_jobs(session, [new])
+    await hold_for_resume(session, job.id, source=new.resumes.job_id, step=new.resumes.step, at=new.at)
+    return job
 
 
 async def create_jobs(session: AsyncSession, new: Sequence[NewJob]) -> list[Job]:
@@ -195,7 +215,7 @@ def _queued_job(new: NewJob) -> Job:
         idempotency_key=None if key is None else scoped_idempotency_key(new.owner, key),
         request_digest=new.request_digest,
         traceparent=new.traceparent,
-        given_plan=new.given_plan,
+        saved_plan_id=new.saved_plan_id,
         attempts_made=0,
         attempts_forgiven=0,
         infrastructure_forgiven=0,
@@ -331,7 +351,7 @@ async def retry_job(session: AsyncSession, job_id: str, *, at: datetime, by: str
     job.message = None
     job.queued_at, job.finished_at, job.cancel_requested_at, job.not_before = at, None, None, None
     job.attempts_forgiven, job.held_s = job.attempts_made, 0.0
-    job.files_removed_at = None
+    job.files_removed_at = job.check_state = None
     job.current_attempt = None
     return job
 

@@ -1,7 +1,7 @@
 """Leases: rows with one holder until an expiry; the orchestrator role, process heartbeats and one-shot tasks.
 
 `LeaseTable` has the statements of every lease of the store; storage uses (files.py) and webhook deliveries
-(notifications.py) are leases too.
+(notifications.py) are leases too. A request at a cluster's autoscaler is a row that has no expiry.
 The orchestrator role is a row with an expiry and a fencing token. Its holder renews it; after the expiry another
 process takes it and the token grows. A frozen process does not notice, so each write through FencedDatabase checks,
 in its own transaction, that its token is the newest, else it is rolled back. The expiry says when the role may be
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import os
 import secrets
@@ -256,6 +257,26 @@ class FencedDatabase:
             yield session
             await session.flush()
             await self._lease.check(session)
+
+
+_AUTOSCALER_REQUEST = "autoscaler-"
+"""A request at a cluster's autoscaler is a row; its holder is the cluster, whose name may be too long for a key."""
+
+
+async def clusters_with_requests(session: AsyncSession) -> list[str]:
+    """The names of clusters whose autoscaler may have a request of this database's control planes."""
+    query = select(LeaseRow.holder).where(LeaseRow.name.startswith(_AUTOSCALER_REQUEST, autoescape=True))
+    return list((await session.execute(query)).scalars())
+
+
+async def set_request_stands(session: AsyncSession, cluster: str, stands: bool) -> None:
+    """Write down that the cluster's autoscaler may have a request, or that it has none."""
+    name = f"{_AUTOSCALER_REQUEST}{hashlib.sha256(cluster.encode()).hexdigest()}"
+    if stands:
+        row = {"name": name, "holder": cluster, "token": 0, "taken_at": 0.0, "expires_at": 0.0}
+        await insert_missing(session, LeaseRow, row)
+    else:
+        await _ROLES.release(session, LeaseRow.name == name)
 
 
 _HEARTBEATS = LeaseTable(HeartbeatRow, HeartbeatRow.name, HeartbeatRow.at, silence_limit=timedelta(hours=1))

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import delete, select, tuple_
+from sqlalchemy import delete, func, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.settings.clusters import DEFAULT_CLUSTER
@@ -44,6 +44,7 @@ class StepRecord:
     grad_norm: float | None
     started_at: float | None
     metrics: dict[str, float | None] = field(default_factory=dict)
+    learning_rate: float | None = None
 
 
 async def record_steps(session: AsyncSession, attempt: Attempt, steps: Iterable[StepRecord]) -> None:
@@ -65,6 +66,16 @@ async def steps_of(
         .limit(limit)
     )
     return (await session.execute(query)).scalars().all()
+
+
+async def last_recorded(session: AsyncSession, job_id: str) -> dict[str, int]:
+    """The last step of which a record is stored, and of which an evaluation; -1 where there is none."""
+    return {
+        kind: -1
+        if (last := await session.scalar(select(func.max(table.step)).where(table.job_id == job_id))) is None
+        else last
+        for kind, table in (("steps", Step), ("evaluations", Evaluation))
+    }
 
 
 async def losses_at(session: AsyncSession, job_id: str, steps: Sequence[int]) -> dict[int, float]:

@@ -1,38 +1,26 @@
-"""Webhook deliveries: enqueued in the transaction of the state change, claimed per host, retried or given up.
+"""Webhook deliveries: enqueued in the transaction of the state change, claimed, retried or given up.
 
 At least once: a process that dies between the receiver's answer and its commit leaves a delivery that is sent again
-under the same id. A claim takes a limited number for each host, so that a receiver that hangs does not block the
-others.
+under the same id.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import datetime, timedelta
-from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
-from sqlalchemy import func, select, update
+from sqlalchemy import select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.store.leases import LeaseTable
 from service.store.tables import Delivery, DeliveryState, Event, Job
 
 OPERATOR_WEBHOOK_KEY = "slotline_webhook"
-"""Key of the operator's webhook, if there is one, in the `info` of a session."""
-
-
-@dataclass(frozen=True)
-class OperatorWebhook:
-    """The operator's URL, notified of every job that enters one of the states."""
-
-    url: str
-    states: Sequence[str]
+"""Key of the operator's URL, if there is one, in the `info` of a session: it is notified of the end of every job."""
 
 
 def enqueue_deliveries(session: AsyncSession, job: Job, event: Event) -> None:
@@ -40,9 +28,9 @@ def enqueue_deliveries(session: AsyncSession, job: Job, event: Event) -> None:
     wanted: list[tuple[str, str | None]] = [
         (hook["url"], hook["secret"]) for hook in job.notifications or () if job.state in hook["states"]
     ]
-    operator: OperatorWebhook | None = session.info.get(OPERATOR_WEBHOOK_KEY)
-    if operator is not None and job.state in operator.states:
-        wanted.append((operator.url, None))
+    operator: str | None = session.info.get(OPERATOR_WEBHOOK_KEY)
+    if operator is not None and job.job_state.final:
+        wanted.append((operator, None))
     body = _delivery_body(job, event) if wanted else ""
     session.add_all(
         Delivery(
@@ -94,33 +82,17 @@ async def claim_due_deliveries(
     *,
     at: datetime,
     until: datetime,
-    for_host: int,
-    busy: Mapping[str, int] = MappingProxyType({}),
     limit: int,
 ) -> list[tuple[Delivery, str]]:
-    """Due deliveries, with the owner of each job, which no other process claims before `until`.
-
-    At most `for_host` of one host, including its deliveries that are being sent (`busy`): a host that hangs must not
-    take the places of the others.
-    """
-    full = [host for host, number in busy.items() if number >= for_host]
-    pending = Delivery.state == DeliveryState.PENDING, Delivery.host.not_in(full)
-    place_of_host = func.row_number().over(
-        partition_by=Delivery.host, order_by=(Delivery.next_at, Delivery.event, Delivery.id)
-    )
-    places = (
-        select(Delivery.id.label("id"), Delivery.host.label("host"), place_of_host.label("place"))
-        .where(*pending, ~_CLAIMS.is_held(at))
-        .subquery()
-    )
-    first = select(places.c.id, places.c.host).where(places.c.place <= for_host).order_by(places.c.place)
-    claimed, going = [], Counter(busy)
-    for delivery_id, host in (await session.execute(first.limit(limit))).all():
-        if going[host] >= for_host:
-            continue
-        if await _CLAIMS.acquire(session, delivery_id, *pending, now=at, next_at=until):
-            claimed.append(delivery_id)
-            going[host] += 1
+    """Due deliveries, the longest due first, with the owner of each job, which no other process claims before `until`."""
+    pending = Delivery.state == DeliveryState.PENDING
+    due = select(Delivery.id).where(pending, ~_CLAIMS.is_held(at))
+    first = due.order_by(Delivery.next_at, Delivery.event, Delivery.id).limit(limit)
+    claimed = [
+        delivery_id
+        for delivery_id in (await session.execute(first)).scalars()
+        if await _CLAIMS.acquire(session, delivery_id, pending, now=at, next_at=until)
+    ]
     query = (
         select(Delivery, Job.owner)
         .join(Job, Delivery.job_id == Job.id)

@@ -111,16 +111,25 @@ async def delete_unused_saved_plans(
         needing = Job.id.is_not(None)
     else:
         needing = or_(needing, Job.finished_at >= at - timedelta(days=history_days))
-    unneeded = ~exists().where(Job.given_plan == SavedPlan.id, needing)
+    unneeded = ~exists().where(Job.saved_plan_id == SavedPlan.id, needing)
     old = SavedPlan.name.is_(None)
     if unused_days != FOR_EVER:
         old = or_(old, SavedPlan.used_at < at - timedelta(days=unused_days))
     await session.execute(delete(SavedPlan).where(old, unneeded))
 
 
-async def record_job_plan(session: AsyncSession, attempt: Attempt, body: str, *, at: datetime) -> None:
-    """Store `body`, JSON with begins, spec and plan, as the job's current plan."""
-    row = {"job_id": attempt.job_id, "attempt": attempt.number, "created_at": at, "body": body}
+async def record_job_plan(
+    session: AsyncSession, attempt: Attempt, body: str, *, at: datetime, since_step: int | None = None
+) -> None:
+    """Store `body`, JSON with begins, spec and plan, as the job's current plan; `since_step` is the first step that ran by
+    it, where it was swapped in."""
+    row = {
+        "job_id": attempt.job_id,
+        "attempt": attempt.number,
+        "created_at": at,
+        "body": body,
+        "since_step": since_step,
+    }
     await upsert(session, JobPlan, [row])
 
 

@@ -1,4 +1,4 @@
-"""Queue quotas set by operators, and counts of jobs, queue depths and attempts for the control plane's metrics.
+"""Quotas of queues as they are set, and counts for the control plane's metrics.
 
 A quota that an operator set replaces the configured one for every control plane of the database, until it is reset.
 Counts are a few grouped queries, each over an index.
@@ -13,7 +13,11 @@ from datetime import datetime
 from sqlalchemy import delete, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.spec.states import WAITING_STATES, AttemptState, JobState
+from service.spec.states import (
+    WAITING_STATES,
+    AttemptState,
+    JobState,
+)
 from service.store.database import Database
 from service.store.events import add_audit
 from service.store.tables import Attempt, Job, QueueQuota

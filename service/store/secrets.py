@@ -29,7 +29,7 @@ from service.store.database import upsert
 from service.store.events import add_audit
 from service.store.tables import ApiToken, Secret
 
-_KEY_FILE = "secrets.key"
+KEY_FILE = "secrets.key"
 
 
 class NoSecretsKeyError(Exception):
@@ -61,7 +61,7 @@ class SecretBox:
                 "this server has no key to keep secrets with: set SLOTLINE_SECRETS_KEY, the same on all servers of the "
                 "database (openssl rand -hex 32 makes one)"
             )
-        return cls([_read_or_create_key(settings.data_dir.expanduser() / _KEY_FILE)])
+        return cls([_read_or_create_key(settings.data_dir.expanduser() / KEY_FILE)])
 
     def seal(self, owner: str, name: str, value: str) -> str:
         return self._cipher.encrypt(json.dumps([owner, name, value]).encode()).decode()

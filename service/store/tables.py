@@ -93,6 +93,8 @@ class Job(Base):
     queued_at: Mapped[datetime]
     not_before: Mapped[datetime | None]
     cancel_requested_at: Mapped[datetime | None]
+    check_state: Mapped[str | None] = mapped_column(String(20))
+    """A CheckState; None before the check of the job, and after a retry."""
     owner: Mapped[str] = mapped_column(String(200), default="", server_default="")
     """Name of the principal that submitted it; empty on servers without authentication."""
     idempotency_key: Mapped[str | None] = mapped_column(String(255), unique=True)
@@ -124,7 +126,7 @@ class Job(Base):
     """W3C trace context of the request that submitted it."""
     cluster: Mapped[str | None] = mapped_column(String(100))
     """Cluster of all its attempts, set by the first; see `began_on`."""
-    given_plan: Mapped[str | None] = mapped_column(String(40), index=True)
+    saved_plan_id: Mapped[str | None] = mapped_column("given_plan", String(40), index=True)
     """Id of the saved plan that it was submitted with."""
     stored_bytes: Mapped[int | None] = mapped_column(BigInteger)
     """Bytes of its checkpoints, as last reported by its driver or by a removal."""
@@ -236,6 +238,7 @@ class Step(Base):
     exposed_transfer_s: Mapped[float | None]
     overlap_ratio: Mapped[float | None]
     grad_norm: Mapped[float | None]
+    learning_rate: Mapped[float | None]
     started_at: Mapped[float | None]
     metrics: Mapped[dict[str, Any] | None]
     """Metrics that the loss function returned, by name."""
@@ -264,6 +267,8 @@ class JobPlan(Base):
     created_at: Mapped[datetime]
     body: Mapped[str] = mapped_column(Text)
     """JSON {"begins", "spec", "plan"} as text: long, so it is passed on without parsing."""
+    since_step: Mapped[int | None]
+    """The first step that ran by it, where it was swapped in while the attempt ran."""
 
 
 class Timeline(Base):
@@ -378,6 +383,39 @@ class QueueQuota(Base):
     quota: Mapped[int | None]
     """Accelerators; null: no quota, whatever the configuration says."""
     set_at: Mapped[datetime]
+
+
+class NodeStateRow(Base):
+    """The state of a node that an operator, Slotline or Ray has set: a NodeMark each."""
+
+    __tablename__ = "node_states"
+
+    cluster: Mapped[str] = mapped_column(String(100), primary_key=True)
+    name: Mapped[str] = mapped_column(String(253), primary_key=True)
+    node_id: Mapped[str] = mapped_column(String(100), primary_key=True, default="")
+    """The one Ray node that is meant; empty: every Ray node of that name, also later ones."""
+    state: Mapped[str] = mapped_column(String(20))
+    reason: Mapped[str] = mapped_column(Text, default="")
+    set_by: Mapped[str] = mapped_column(String(200))
+    set_at: Mapped[datetime]
+    until: Mapped[datetime | None]
+
+
+class PlacedMesh(Base):
+    """The workers of a mesh of an attempt on one node."""
+
+    __tablename__ = "placements"
+    __table_args__ = (Index("ix_placements_cluster_node", "cluster", "node"),)
+
+    attempt_id: Mapped[str] = mapped_column(ForeignKey("attempts.id"), primary_key=True)
+    mesh: Mapped[str] = mapped_column(String(100), primary_key=True)
+    node_id: Mapped[str] = mapped_column(String(100), primary_key=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), index=True)
+    cluster: Mapped[str] = mapped_column(String(100))
+    node: Mapped[str] = mapped_column(String(253))
+    workers: Mapped[int]
+    failed: Mapped[bool] = mapped_column(default=False)
+    """The attempt was lost by a failure that names this node."""
 
 
 class HeartbeatRow(Base):

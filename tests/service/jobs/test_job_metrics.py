@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.api.metrics import exposition
+from service.jobs.explain import read_calibrations
 from service.jobs.metrics import planned_link_bytes, read_job_metrics, step_seconds
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import PipelineSpec
@@ -67,6 +68,25 @@ async def test_a_job_is_there_with_its_name_until_it_is_over(database: Database)
         job = await session.get(Job, attempt.job_id)
         transitions.move_job(session, job, JobState.SUCCEEDED, at=NOW)
     assert "slotline_job_info" not in await scraped(database)
+
+
+async def test_times_of_the_last_checkpoint_and_of_the_last_interruption_are_told(database: Database):
+    attempt = await running(database, age_s=3000)
+    found = await scraped(database)
+    assert "slotline_checkpoint_timestamp_seconds" not in found
+    assert "slotline_attempt_end_timestamp_seconds" not in found
+    for number, (reason, age_s) in enumerate([("NODE_LOST", 2000), ("PREEMPTED", 900)], 2):
+        async with database.write() as session:
+            job = await session.get(Job, attempt.job_id)
+            last = await session.get(Attempt, job.current_attempt)
+            told = f"after step {number}: 1 MB"
+            transitions.add_event(session, job, "checkpoint", told, at=ago(age_s + 50), attempt=last.number)
+            transitions.move_attempt(last, AttemptState.FAILED, reason=reason, at=ago(age_s))
+            transitions.move_job(session, job, JobState.RECOVERING, at=ago(age_s))
+            await create_attempt(session, job, device="cpu", at=ago(age_s - 5))
+    found = await scraped(database)
+    assert found["slotline_checkpoint_timestamp_seconds"] == {(job.id,): ago(950).timestamp()}
+    assert found["slotline_attempt_end_timestamp_seconds"] == {(job.id, "PREEMPTED"): ago(900).timestamp()}
 
 
 async def test_the_version_is_told(database: Database):
@@ -165,6 +185,74 @@ async def test_a_slow_link_and_a_slow_mesh_stand_beside_their_plan(database: Dat
     assert all(ratio == pytest.approx(SLOWER) for ratio in ratios.values())
 
 
+async def test_the_calibrated_makespan_is_that_of_the_last_warm_steps_of_the_planned_attempt(
+    database: Database,
+):
+    attempt = await running(database)
+    spec = pipeline()
+    plan = make_plan(spec)
+    body = json.dumps(
+        {"begins": ["a"], "spec": spec.model_dump(mode="json"), "plan": plan.model_dump(mode="json")}
+    )
+
+    def stretched(factor: float) -> list[SlotRecord]:
+        return [
+            slot._replace(start_s=factor * slot.start_s, end_s=factor * slot.end_s) for slot in measured(plan)
+        ]
+
+    async def calibrated() -> float | None:
+        return (
+            (await scraped(database)).get("slotline_calibrated_makespan_seconds", {}).get((attempt.job_id,))
+        )
+
+    async with database.write() as session:
+        await record_job_plan(session, attempt, body, at=NOW)
+    await profile(database, attempt, 20, stretched(9.0))
+    assert await calibrated() is None, "the first step of an attempt is cold"
+    await profile(database, attempt, 21, stretched(2.0))
+    once_s = plan.makespan_s * SLOWER
+    assert await calibrated() == pytest.approx(2.0 * once_s)
+    for step, factor in enumerate((3.0, 4.0, 4.0, 5.0), 22):
+        await profile(database, attempt, step, stretched(factor))
+    assert await calibrated() == pytest.approx(4.0 * once_s), "the median of 2, 3, 4, 4 and 5"
+    for step in (30, 31):
+        await profile(database, attempt, step, stretched(1.0))
+    assert await calibrated() == pytest.approx(3.0 * once_s), "the median of 2, 3, 4, 4, 5, 1 and 1"
+    await profile(database, attempt, 32, stretched(1.0))
+    assert await calibrated() == pytest.approx(1.0 * once_s), "of three steps behind those of the start"
+    for step in range(33, 38):
+        await profile(database, attempt, step, stretched(2.0))
+    assert await calibrated() == pytest.approx(2.0 * once_s), "the median of eight"
+    async with database.write() as session:
+        await session.merge(attempt)
+        later = Attempt(**{c.key: getattr(attempt, c.key) for c in Attempt.__table__.columns})
+        later.id, later.number = f"{attempt.job_id}-2", 2
+        session.add(later)
+        await session.flush()
+        await record_job_plan(session, later, body, at=NOW)
+    assert await calibrated() is None, "no step of the new attempt's plan was profiled"
+
+
+async def test_a_scrape_waits_for_few_calibrations_and_each_job_has_its_turn(database: Database):
+    plan = make_plan(pipeline())
+    body = json.dumps({"spec": pipeline().model_dump(mode="json"), "plan": plan.model_dump(mode="json")})
+    jobs = []
+    for _ in range(3):
+        attempt = await running(database)
+        async with database.write() as session:
+            await record_job_plan(session, attempt, body, at=NOW)
+        for step in (1, 2):
+            await profile(database, attempt, step, measured(plan))
+        jobs.append(attempt.job_id)
+    for known in (1, 2, 3):
+        found = await read_calibrations(database, jobs, limit_s=0.0)
+        assert found.keys() == set(jobs[:known])
+    assert {calibration.steps for calibration in found.values()} == {1}
+    await profile(database, attempt, 3, measured(plan))
+    steps = [(await read_calibrations(database, jobs, limit_s=0.0))[jobs[2]].steps for _ in range(3)]
+    assert steps == [1, 1, 2], "those that were looked at before it come first"
+
+
 async def test_what_links_carry_and_how_fast_stands_beside_the_plan(database: Database):
     attempt = await running(database)
     data = pipeline().model_dump(mode="json")
@@ -208,15 +296,28 @@ def test_a_link_with_a_transfer_of_unknown_size_tells_no_bytes():
 
 
 async def test_phases_of_a_start_are_told_of_the_current_attempt(database: Database):
-    attempt = await running(database, age_s=100)
-    assert await told_phases(database) == {}, "Ray has not been given the driver yet"
+    attempt = await running(database, waited_s=7, age_s=100)
+    waited = {(attempt.job_id, "queue"): pytest.approx(7.0)}
+    assert await told_phases(database) == waited, "Ray has not been given the driver yet"
     async with database.write() as session:
         kept = await session.get(Attempt, attempt.id)
         kept.submitted_at, kept.started_at = ago(98), ago(68)
     assert await told_phases(database) == {
+        **waited,
         (attempt.job_id, "submit"): pytest.approx(2.0),
         (attempt.job_id, "start"): pytest.approx(30.0),
     }
+
+
+async def test_a_job_that_recovers_waits_from_the_end_of_the_attempt_before(database: Database):
+    attempt = await running(database, waited_s=7, age_s=100)
+    async with database.write() as session:
+        job = await session.get(Job, attempt.job_id)
+        ended = await session.get(Attempt, attempt.id)
+        transitions.move_attempt(ended, AttemptState.FAILED, at=ago(20))
+        transitions.move_job(session, job, JobState.RECOVERING, at=ago(20))
+        await create_attempt(session, job, device="cpu", at=ago(5))
+    assert await told_phases(database) == {(attempt.job_id, "queue"): pytest.approx(15.0)}
 
 
 async def told_phases(database: Database) -> dict[tuple[str, ...], float]:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from service.jobs.timelines import chrome_trace
+from service.jobs.timelines import timeline_trace
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import load_spec
 from service.scheduler.views.render import render
-from service.schemas.jobs import SlotView, TimelineSide, TimelineView
+from service.schemas.activity import SlotView, TimelineSide, TimelineView
 from tests.service.scheduler.specs import chain
 
 
@@ -84,7 +84,7 @@ def test_arrows_of_planned_and_measured_slots_do_not_mix():
         measured=TimelineSide(makespan_s=1.3, slots=measured),
         profiled_steps=[3],
     )
-    events = json.loads(json.dumps(chrome_trace(view)))["traceEvents"]
+    events = json.loads(timeline_trace(view))["traceEvents"]
     arrows = _arrows(events)
     _check_pairs(arrows)
     assert len(arrows) == 2 * (3 * 2 * 4)
@@ -107,7 +107,7 @@ def test_a_transfer_whose_other_end_was_not_measured_has_no_arrow():
         measured=side,
         profiled_steps=[3],
     )
-    assert _arrows(chrome_trace(view)["traceEvents"]) == []
+    assert _arrows(json.loads(timeline_trace(view))["traceEvents"]) == []
 
 
 def _fields(slot: Any) -> dict[str, Any]:

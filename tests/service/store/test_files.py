@@ -12,7 +12,7 @@ from service.orchestrator.ray.clusters import build_clusters
 from service.settings.settings import FOR_EVER, Settings
 from service.spec.job import JobSpec
 from service.spec.states import AttemptState, JobState
-from service.store.attempts import create_attempt
+from service.store.attempts import create_attempt, record_placement
 from service.store.database import Database, utc_now
 from service.store.events import events_of, store_post_mortem
 from service.store.files import (
@@ -25,7 +25,7 @@ from service.store.files import (
 from service.store.jobs import find_job, retry_job
 from service.store.measurements import record_steps, record_timeline
 from service.store.plans import record_job_plan
-from service.store.tables import Attempt, Base, JobPlan, PostMortem, Slot, Step, Timeline
+from service.store.tables import Attempt, Base, JobPlan, PlacedMesh, PostMortem, Slot, Step, Timeline
 from service.store.transitions import move_attempt, move_job
 from tests.service.conftest import create_job, job_body
 from tests.service.fake_cluster import FakeCluster
@@ -33,7 +33,7 @@ from tests.service.store.test_steps import step
 from tests.service.store.test_timelines import slot
 
 NOW = utc_now()
-KEEP = RetentionPolicy(timelines_days=30, history_days=365, packages_days=30)
+KEEP = RetentionPolicy(timelines_days=30, history_days=365)
 
 
 async def job_with_everything(
@@ -47,6 +47,8 @@ async def job_with_everything(
         await session.flush()
         await record_steps(session, attempt, [step(1), step(2)])
         await record_job_plan(session, attempt, "{}", at=at)
+        where = {"job_id": job.id, "cluster": "default", "mesh": "m0", "node_id": "id-1", "node": "n1"}
+        await record_placement(session, attempt.id, [PlacedMesh(attempt_id=attempt.id, workers=1, **where)])
         for number in range(timelines):
             await record_timeline(
                 session,
@@ -69,7 +71,7 @@ async def left(database: Database, job_id: str) -> dict[str, int]:
     """Rows of a job by table, and the length of its log."""
     async with database.read() as session:
         found = {}
-        for table in (Slot, Timeline, Step, JobPlan, PostMortem, Attempt):
+        for table in (Slot, Timeline, Step, JobPlan, PostMortem, PlacedMesh, Attempt):
             query = select(func.count()).select_from(table).where(table.job_id == job_id)
             found[table.__tablename__] = (await session.execute(query)).scalar_one()
         logs = select(Attempt.log).where(Attempt.job_id == job_id)
@@ -77,7 +79,10 @@ async def left(database: Database, job_id: str) -> dict[str, int]:
         return found
 
 
-WHOLE = {"slots": 4, "timelines": 2, "steps": 2, "plans": 1, "post_mortems": 1, "attempts": 1, "log": 6}
+WHOLE = {
+    **{"slots": 4, "timelines": 2, "steps": 2, "plans": 1, "post_mortems": 1, "placements": 1},
+    **{"attempts": 1, "log": 6},
+}
 
 
 async def test_slots_go_first_and_the_rest_much_later_but_never_job_attempts_and_events(database: Database):
@@ -116,7 +121,7 @@ async def test_a_job_that_runs_or_was_begun_again_loses_nothing(database: Databa
 async def test_for_ever_is_for_ever_and_zero_days_is_at_once(database: Database):
     job_id = await job_with_everything(database, ended_days_ago=0.001)
     await apply_retention(
-        database, RetentionPolicy(FOR_EVER, FOR_EVER, FOR_EVER), now=NOW + timedelta(days=10_000)
+        database, RetentionPolicy(FOR_EVER, FOR_EVER, FOR_EVER, FOR_EVER), now=NOW + timedelta(days=10_000)
     )
     assert await left(database, job_id) == WHOLE
     await apply_retention(database, RetentionPolicy(0, FOR_EVER, FOR_EVER), now=NOW)
@@ -150,7 +155,14 @@ async def test_the_orchestrator_tidies_up_with_its_settings(database: Database):
     for _ in range(2):
         await orchestrator.round()
         await orchestrator.settle()
-    assert await left(database, old) == {**WHOLE, "steps": 0, "plans": 0, "post_mortems": 0, "log": 0}
+    assert await left(database, old) == {
+        **WHOLE,
+        "steps": 0,
+        "plans": 0,
+        "post_mortems": 0,
+        "placements": 0,
+        "log": 0,
+    }
 
 
 def test_a_number_of_days_that_means_nothing_is_refused():
@@ -173,7 +185,8 @@ def test_every_table_is_either_kept_for_ever_or_tidied():
         "short_runs",
         "named_plans",
         "storage_uses",
+        "placements",
     }
     kept = {"jobs", "attempts", "events", "profiles", "tokens", "pulses", "audit", "secrets", "job_labels"}
-    kept |= {"queue_quotas", "leases"}
+    kept |= {"queue_quotas", "node_states", "leases"}
     assert set(Base.metadata.tables) == tidied | kept

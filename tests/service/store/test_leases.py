@@ -17,6 +17,7 @@ from service.store.database import Database, utc_now
 from service.store.leases import FencedDatabase, Lease, LeaseLostError, read_lease_status
 from service.store.tables import LeaseRow as Row
 from service.store.tables import Profile
+from tests.polling import until_async
 
 LONG_S = 600.0
 
@@ -67,9 +68,7 @@ async def test_a_lease_that_is_renewed_stays_and_one_that_is_not_expires(databas
     assert (await read_lease_status(database)).left_s > 0, "nobody took it meanwhile, so it goes on"
     first.lease_s = 1.0
     await first.renew()
-    async with asyncio.timeout(60):
-        while not await second.acquire():
-            await asyncio.sleep(0.05)
+    await until_async(second.acquire)
     assert (await read_lease_status(database)).holder == "second"
 
 
@@ -149,9 +148,7 @@ async def test_a_process_that_freezes_in_a_write_keeps_nobody_from_the_role(
     session = AsyncSession(connection)
     await session.begin()
     await first.check(session)
-    async with asyncio.timeout(120):
-        while not await second.acquire():
-            await asyncio.sleep(0.05)
+    await until_async(second.acquire)
     with pytest.raises(DBAPIError):
         await session.execute(select(Row))
     await connection.invalidate()

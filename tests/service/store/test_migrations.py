@@ -17,9 +17,11 @@ from tests.service.conftest import job_body
 from tests.service.store.versions import make_chain_database
 
 
-async def test_older_jobs_load_with_the_columns_that_were_taken_from_their_specifications(database_url: str):
+async def test_older_jobs_load_with_the_columns_that_were_taken_from_their_specifications(
+    empty_database_url: str,
+):
     """Also jobs whose specification no Slotline of today would take."""
-    older = await make_chain_database(database_url)
+    older = await make_chain_database(empty_database_url)
     specs = {
         "a": job_body(resources={"workers_per_mesh": 2}),
         "b": {"training": [3], "resources": {"workers_per_mesh": "x"}},
@@ -51,9 +53,9 @@ async def test_older_jobs_load_with_the_columns_that_were_taken_from_their_speci
     await older.close()
 
 
-async def test_older_tokens_jobs_and_packages_stay_as_good_as_they_were(database_url: str):
+async def test_older_tokens_jobs_and_packages_stay_as_good_as_they_were(empty_database_url: str):
     """Rows without role and owner: tokens may do what they could, jobs are nobody's, keys find their jobs."""
-    older = await make_chain_database(database_url)
+    older = await make_chain_database(empty_database_url)
     at = "'2026-01-01 00:00:00'"
     async with older.engine.begin() as connection:
         await connection.execute(
@@ -92,9 +94,9 @@ async def test_older_tokens_jobs_and_packages_stay_as_good_as_they_were(database
     await older.close()
 
 
-async def test_older_attempts_are_the_default_clusters_and_so_are_jobs_that_began(database_url: str):
+async def test_older_attempts_are_the_default_clusters_and_so_are_jobs_that_began(empty_database_url: str):
     """Before and after this version starts: a replica of the version before writes rows without cluster, too."""
-    older = await make_chain_database(database_url)
+    older = await make_chain_database(empty_database_url)
     at = "'2026-01-01 00:00:00'"
     insert = (
         "INSERT INTO jobs (id, name, queue, priority, accelerators, device, spec, state, created_at, queued_at,"

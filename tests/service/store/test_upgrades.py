@@ -21,7 +21,7 @@ from service.store.leases import Lease
 from service.store.tables import Base
 from tests.service.conftest import job_body
 from tests.service.orchestrator.test_loop import World
-from tests.service.store.versions import CURRENT, NEWER, make_chain_database, newer_version
+from tests.service.store.versions import CURRENT, NEWER, TAKEN_OVER, make_chain_database, newer_version
 
 AT = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
@@ -112,14 +112,14 @@ def _shape(connection: sa.Connection) -> dict[str, Any]:
     return found
 
 
-async def test_the_one_migration_makes_the_tables_that_sixteen_made(database_url: str):
-    database = await make_chain_database(database_url)
+async def test_the_one_migration_makes_the_tables_that_sixteen_made(empty_database_url: str):
+    database = await make_chain_database(empty_database_url)
     by_chain = await _run(database, _shape)
     await _run(database, lambda connection: _drop_all(connection, list(by_chain)))
-    await database.start()
+    await database.start(to=TAKEN_OVER)
     assert await _run(database, _shape) == by_chain
-    assert len(by_chain) == len(Base.metadata.tables) + 2, "and alembic_version, compatibility"
-    assert await _revision(database) == CURRENT
+    assert len(by_chain) == 25, "with alembic_version and compatibility"
+    assert await _revision(database) == TAKEN_OVER
     await database.close()
 
 
@@ -130,16 +130,16 @@ def _drop_all(connection: sa.Connection, names: list[str]) -> None:
 
 
 async def test_what_an_older_version_stored_survives_taking_over_and_a_newer_version_up_down_and_up_again(
-    database_url: str, tmp_path: Path
+    empty_database_url: str, tmp_path: Path
 ):
-    database = await make_chain_database(database_url)
+    database = await make_chain_database(empty_database_url)
     await _run(database, _fill)
     first = await _run(database, _rows)
     assert sum(len(rows) for rows in first.values()) == 3 * 22 + 1, "22 tables, and compatibility"
     columns = await _run(database, lambda c: {n: t.c.keys() for n, t in _tables(c).items()})
     for _ in range(2):
         await database.start()
-        assert await _run(database, _rows) == first and await _revision(database) == CURRENT
+        assert await _run(database, _rows, columns) == first and await _revision(database) == CURRENT
         async with database.read() as session:
             job = await find_job(session, "job-1")
             assert (job.state, job.steps_wanted, job.spec["name"]) == ("SUCCEEDED", 2, "small")
@@ -150,12 +150,12 @@ async def test_what_an_older_version_stored_survives_taking_over_and_a_newer_ver
             assert await _run(database, _rows, columns) == first
             await _run(database, _fill)  # what is new has rows, too
             await database.start(to=CURRENT)
-        assert await _run(database, _rows) == first
+        assert await _run(database, _rows, columns) == first
     await database.close()
 
 
-async def test_a_database_of_an_older_version_goes_on(database_url: str):
-    database = await make_chain_database(database_url)
+async def test_a_database_of_an_older_version_goes_on(empty_database_url: str):
+    database = await make_chain_database(empty_database_url)
     await database.start()
     world = World(database)
     job = await world.start(pipeline={"stages": 2})
@@ -165,8 +165,10 @@ async def test_a_database_of_an_older_version_goes_on(database_url: str):
 
 
 @pytest.mark.parametrize("revision", ["0001", "0009", "0015"])
-async def test_older_tables_are_refused_with_the_version_to_upgrade_through(database_url: str, revision: str):
-    database = await make_chain_database(database_url, to=revision)
+async def test_older_tables_are_refused_with_the_version_to_upgrade_through(
+    empty_database_url: str, revision: str
+):
+    database = await make_chain_database(empty_database_url, to=revision)
     before = await _run(database, _shape)
     for to in ("head", CURRENT, revision):
         with pytest.raises(OlderTablesError) as refused:
@@ -178,8 +180,10 @@ async def test_older_tables_are_refused_with_the_version_to_upgrade_through(data
     await database.close()
 
 
-async def test_each_revision_goes_down_to_what_was_before_it_and_up_again(database_url: str, tmp_path: Path):
-    database = Database(database_url)
+async def test_each_revision_goes_down_to_what_was_before_it_and_up_again(
+    empty_database_url: str, tmp_path: Path
+):
+    database = Database(empty_database_url)
 
     def shape(connection: sa.Connection) -> dict[str, set[str]]:
         return {name: set(table.c.keys()) for name, table in _tables(connection).items()}
@@ -189,12 +193,12 @@ async def test_each_revision_goes_down_to_what_was_before_it_and_up_again(databa
     }
     with newer_version(tmp_path):
         revisions = [script.revision for script in _scripts().walk_revisions()][::-1]
-        assert revisions == [CURRENT, NEWER]
+        assert revisions[0] == TAKEN_OVER and revisions[-2:] == [CURRENT, NEWER]
         seen = []
         for revision in revisions:
             await database.start(to=revision)
             seen.append(await _run(database, shape))
-        assert seen[0] == ours != seen[1]
+        assert seen[-2] == ours != seen[-1]
         for revision, was in list(zip(revisions, seen, strict=True))[-2::-1]:
             await database.start(to=revision)
             assert await _run(database, shape) == was, revision
@@ -208,8 +212,8 @@ async def _revision(database: Database) -> str:
     return await _run(database, lambda connection: connection.execute(query).scalar_one())
 
 
-async def test_a_revision_that_there_is_not_is_refused_with_those_that_there_are(database_url: str):
-    database = Database(database_url)
+async def test_a_revision_that_there_is_not_is_refused_with_those_that_there_are(empty_database_url: str):
+    database = Database(empty_database_url)
     with pytest.raises(NoSuchRevisionError, match=r"no revision 7 .* knows 0016"):
         await database.start(to="7")
     await database.close()
@@ -228,20 +232,20 @@ def newer(tmp_path: Path):
 
 
 async def test_an_older_version_goes_on_beside_a_newer_one_and_may_start_again(
-    database_url: str, newer, caplog: pytest.LogCaptureFixture
+    empty_database_url: str, newer, caplog: pytest.LogCaptureFixture
 ):
     """As in a rolling upgrade: the hook migrates, old pods go on, one of them is even replaced by its like."""
-    old = Database(database_url)
+    old = Database(empty_database_url)
     await old.start()
     world = World(old)
     before = await world.start(pipeline={"stages": 2})
-    hook = Database(database_url)
+    hook = Database(empty_database_url)
     with newer():
         await hook.start()
     await hook.close()
     await world.report(f"{before}-1", 2, state=AttemptState.SUCCEEDED)
     assert (await world.job(before)).state == "SUCCEEDED"
-    again = Database(database_url)
+    again = Database(empty_database_url)
     with caplog.at_level(logging.WARNING):
         await again.start()
     (told,) = caplog.records
@@ -261,9 +265,11 @@ async def test_an_older_version_goes_on_beside_a_newer_one_and_may_start_again(
         await one.close()
 
 
-async def test_a_version_that_the_tables_have_no_room_for_says_so_and_the_way_out(database_url: str, newer):
+async def test_a_version_that_the_tables_have_no_room_for_says_so_and_the_way_out(
+    empty_database_url: str, newer
+):
     head = _scripts().get_current_head()
-    database = Database(database_url)
+    database = Database(empty_database_url)
     with newer(oldest="9999"):
         await database.start()
     with pytest.raises(NewerTablesError) as refused:
@@ -278,9 +284,11 @@ async def test_a_version_that_the_tables_have_no_room_for_says_so_and_the_way_ou
     await database.close()
 
 
-async def test_tables_that_were_made_newer_without_a_word_on_older_code_are_not_touched(database_url: str):
+async def test_tables_that_were_made_newer_without_a_word_on_older_code_are_not_touched(
+    empty_database_url: str,
+):
     """By a Slotline of another branch, say."""
-    database = Database(database_url)
+    database = Database(empty_database_url)
     await database.start()
     await _run(database, lambda c: c.execute(sa.text("UPDATE alembic_version SET version_num = 'xyz'")))
     await _run(database, lambda c: c.execute(sa.text("DELETE FROM compatibility")))

@@ -14,7 +14,9 @@ from sqlalchemy import make_url
 from service.store import database as store_database
 from service.store.database import Database
 
-CURRENT = "0016"
+TAKEN_OVER = "0016"
+"""What the sixteen migrations ended with, and the first of this version makes."""
+CURRENT = store_database.known_revisions()[0]
 _CHAIN = Path(__file__).parent / "migrations_0001_to_0016.sql"
 _TYPES = {
     "sqlite": {"time": "DATETIME", "double": "DOUBLE", "bytes": "BLOB", "serial": "INTEGER"},
@@ -27,7 +29,7 @@ _TYPES = {
 }
 
 
-def chain_statements(dialect: str, *, to: str = CURRENT) -> list[str]:
+def chain_statements(dialect: str, *, to: str = TAKEN_OVER) -> list[str]:
     """The statements of the sixteen migrations that one has replaced, up to revision `to`."""
     text = Template(_CHAIN.read_text()).substitute(_TYPES[dialect])
     statements = [statement.strip() for statement in text.split(";\n") if statement.strip()]
@@ -39,7 +41,7 @@ def chain_statements(dialect: str, *, to: str = CURRENT) -> list[str]:
     return statements[: last + 1]
 
 
-async def make_chain_database(url: str, *, to: str = CURRENT) -> Database:
+async def make_chain_database(url: str, *, to: str = TAKEN_OVER) -> Database:
     """A database at revision `to` as an older Slotline made it; this version has not migrated it yet."""
     database = Database(url)
     async with database.engine.connect() as connection:
@@ -55,7 +57,7 @@ _NEWER_MIGRATION = """
 import sqlalchemy as sa
 from alembic import op
 
-revision, down_revision = "9999", "0016"
+revision, down_revision = "9999", "{current}"
 
 
 def upgrade() -> None:
@@ -81,7 +83,9 @@ def newer_version(folder: Path, *, oldest: str = "0008") -> Iterator[None]:
     if not migrations.exists():
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(store_database.MIGRATIONS_DIR, migrations, ignore=ignored)
-    (migrations / "versions" / "9999_newer.py").write_text(_NEWER_MIGRATION.format(oldest=oldest))
+    (migrations / "versions" / "9999_newer.py").write_text(
+        _NEWER_MIGRATION.format(oldest=oldest, current=CURRENT)
+    )
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(store_database, "MIGRATIONS_DIR", migrations)
         yield
