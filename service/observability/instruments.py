@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
 REGISTRY = CollectorRegistry()
 _SHORT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -45,6 +45,13 @@ ROUND_SECONDS = Histogram(
     "Time of a round of the orchestrator.",
     registry=REGISTRY,
     buckets=_SHORT_BUCKETS_S,
+)
+
+AUTOSCALER_REQUESTS = Counter(
+    "slotline_autoscaler_requests",
+    "Requests to the autoscaler of a cluster; outcome: accepted, partly, refused, withdrawn, no autoscaler or failed.",
+    ("cluster", "outcome"),
+    registry=REGISTRY,
 )
 
 

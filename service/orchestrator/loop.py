@@ -17,20 +17,30 @@ from typing import Any
 
 from service.observability.instruments import ROUND_SECONDS
 from service.orchestrator.attempts.admit import Admission
+from service.orchestrator.attempts.autoscaling import Autoscaling
+from service.orchestrator.attempts.checks import JobChecks
 from service.orchestrator.attempts.liveness import Heartbeat
 from service.orchestrator.attempts.submit import Submitter
 from service.orchestrator.attempts.watch import AttemptWatcher
 from service.orchestrator.ray.clusters import Clusters
 from service.orchestrator.ray.driver_logs import LogKeeper
 from service.orchestrator.tasks.artifacts import RemovalFailedError, RemovalTask
+from service.orchestrator.tasks.check import CheckAnswer, CheckRequest
+from service.orchestrator.tasks.runner import TaskRunner
 from service.settings.settings import FOR_EVER, Settings
 from service.store.attempts import active_attempts
 from service.store.database import DATABASE_UNAVAILABLE, Database, Sessions, utc_now
 from service.store.files import RetentionPolicy, apply_retention
 from service.store.jobs import waiting_jobs
 from service.store.leases import FencedDatabase, Lease, LeaseLostError, unique_process_name
+from service.store.node_states import node_marks
 
 logger = logging.getLogger(__name__)
+TICK_S = 0.5
+"""Time between two rounds where nothing wakes the orchestrator; what matters wakes it."""
+LEASE_S = 10.0
+"""An orchestrator that has not renewed its lease for this time is replaced: longer than a pause of the database,
+and short for those who wait for a start."""
 _STOP_LIMIT_S = 2.0
 _RENEWALS_A_LEASE = 4
 _SWEEP_INTERVAL_S = 3600.0
@@ -41,24 +51,26 @@ _REST_FACTOR = 3.0
 
 
 class Orchestrator:
-    """Runs jobs of `database` on `clusters`; `wake()` makes the next round begin at once."""
+    """Runs jobs of `database` on `clusters`; `wake()` makes the next round begin at once. Jobs are checked by `checker`
+    before their first attempt; where there is none, their drivers check them."""
 
     def __init__(
         self,
         settings: Settings,
         database: Database,
         clusters: Clusters,
+        checker: TaskRunner[CheckRequest, CheckAnswer] | None = None,
     ) -> None:
         self._settings, self._database = settings, database
         name = unique_process_name()
-        self.lease = Lease(database, lease_s=settings.lease_s, holder=name)
+        self.lease = Lease(database, lease_s=LEASE_S, holder=name)
         self.fenced = FencedDatabase(database, self.lease)
-        self.heartbeat = Heartbeat(database, tick_s=settings.tick_s, name=name)
+        self.heartbeat = Heartbeat(database, tick_s=TICK_S, name=name)
         self._wake = asyncio.Event()
         self._stopping, self._stopped = False, asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._heartbeat_tasks: set[asyncio.Task[None]] = set()
-        self.logs = LogKeeper(self.fenced, clusters, limit_bytes=settings.log_limit_bytes)
+        self.logs = LogKeeper(self.fenced, clusters)
         self.submitter = Submitter(settings, self.fenced, clusters)
         self.attempts = AttemptWatcher(
             settings,
@@ -69,7 +81,15 @@ class Orchestrator:
             liveness=self.heartbeat.liveness,
             ended=self.wake,
         )
-        self._admission = Admission(settings, self.fenced, clusters, changed=self.wake)
+        self.autoscaling = Autoscaling(self.fenced, clusters)
+        self._admission = Admission(
+            settings, self.fenced, clusters, autoscaling=self.autoscaling, changed=self.wake
+        )
+        self._checks = (
+            None
+            if checker is None
+            else JobChecks(settings, self.fenced, clusters, checker, changed=self.wake)
+        )
         self._retention = RetentionSweeper(settings, self.fenced, clusters)
         clusters.on_change(self.wake)
 
@@ -102,7 +122,7 @@ class Orchestrator:
                 if self._stopping:
                     break
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), self._settings.tick_s)
+                    await asyncio.wait_for(self._wake.wait(), TICK_S)
             if last := {*self._tasks, *self._heartbeat_tasks}:
                 await asyncio.wait(last, timeout=_STOP_LIMIT_S)
         finally:
@@ -115,7 +135,7 @@ class Orchestrator:
     async def _rest(self, seconds: float) -> None:
         """Leave the process to those who ask, also where every submission wakes us: rounds grow with the line."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._stopped.wait(), min(seconds, self._settings.tick_s))
+            await asyncio.wait_for(self._stopped.wait(), min(seconds, TICK_S))
 
     async def round(self) -> None:
         """Pass once over active attempts and waiting jobs, where this control plane has the lease.
@@ -136,12 +156,13 @@ class Orchestrator:
         # as after a restart: drivers may have reported to the control plane before, which may have been frozen
         self.attempts.retain_only([])
         self.heartbeat.liveness.begin(time.time())
+        self.autoscaling.forget()
         return True
 
     async def _renew_for_ever(self) -> None:
         """Renew the lease beside the rounds, which may be long; not for a loop that is stuck."""
         while True:
-            await asyncio.sleep(self._settings.lease_s / _RENEWALS_A_LEASE)
+            await asyncio.sleep(self.lease.lease_s / _RENEWALS_A_LEASE)
             try:
                 if self.heartbeat.lag_s < _STUCK_AFTER_S:
                     await self.lease.renew()
@@ -157,11 +178,22 @@ class Orchestrator:
         async with self.fenced.read() as session:
             active = await active_attempts(session)
             waiting = await waiting_jobs(session)
+            marks = await node_marks(session)
+            if not self.autoscaling.recalled:
+                await self.autoscaling.recall(session)
         self.attempts.retain_only([attempt.id for attempt, _ in active])
         for attempt, job in active:
             self._spawn(self.attempts.look_after(attempt, job, now))
-        if waiting:
-            await self._admission.admit(waiting, active)
+        if active and marks:
+            await self._admission.empty_draining_nodes(active, marks)
+        if self._checks is not None and waiting:
+            held = self._checks.held(waiting, marks)
+            self._spawn(self._checks.look(waiting, marks))
+            waiting = [job for job in waiting if job.id not in held]
+        if waiting or not self.autoscaling.is_idle:
+            await self._admission.admit(waiting, active, marks)
+        for request in self.autoscaling.due():
+            self._spawn(request)
         if self.logs.due:
             self._spawn(self.logs.keep_logs())
         if self._retention.due:
@@ -203,13 +235,11 @@ class RetentionSweeper:
 
     def __init__(self, settings: Settings, database: Sessions, clusters: Clusters) -> None:
         self._database = database
-        self._removal = RemovalTask(database, clusters, limit_s=settings.removal_timeout_s)
+        self._removal = RemovalTask(database, clusters)
         self._files_days = settings.keep_checkpoints_days
         self._policy = RetentionPolicy(
             timelines_days=settings.keep_timelines_days,
             history_days=settings.keep_history_days,
-            packages_days=settings.keep_packages_days,
-            plans_days=settings.keep_plans_days,
         )
         self._begun_at: float | None = None
 

@@ -15,8 +15,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from service.orchestrator.attempts.autoscaling import Autoscaling
 from service.orchestrator.attempts.outcome import attempt_deadline, request_graceful_stop
 from service.orchestrator.decisions.attempt_lifecycle import (
+    CANCEL_GRACE_S,
+    OWNER_PATIENCE_S,
     Capacity,
     Holder,
     Preempt,
@@ -28,8 +33,8 @@ from service.orchestrator.decisions.attempt_lifecycle import (
 from service.orchestrator.decisions.multi_cluster import admit_all_clusters, order_all_clusters
 from service.orchestrator.ray.clusters import Clusters
 from service.settings.settings import Settings
-from service.spec.states import JobState
-from service.store.attempts import create_attempt
+from service.spec.states import AttemptState, JobState, NodeMark, NodeState
+from service.store.attempts import create_attempt, placements_of
 from service.store.database import Sessions, utc_now
 from service.store.queues import effective_quotas
 from service.store.tables import Attempt, Job
@@ -46,27 +51,77 @@ class Admission:
     """Creates attempts for the accelerators of each cluster, by the rules of the queues; calls `changed` after each."""
 
     def __init__(
-        self, settings: Settings, database: Sessions, clusters: Clusters, *, changed: Callable[[], None]
+        self,
+        settings: Settings,
+        database: Sessions,
+        clusters: Clusters,
+        *,
+        autoscaling: Autoscaling,
+        changed: Callable[[], None],
     ) -> None:
         self._settings, self._database, self._clusters = settings, database, clusters
-        self._changed = changed
+        self._autoscaling, self._changed = autoscaling, changed
 
-    async def admit(self, waiting: Sequence[Job], active: Sequence[tuple[Attempt, Job]]) -> None:
-        """Start or explain every waiting job, and request a graceful stop of each job that gives way."""
+    async def empty_draining_nodes(
+        self, active: Sequence[tuple[Attempt, Job]], marks: Sequence[NodeMark]
+    ) -> None:
+        """Request a graceful stop of each attempt with a mesh on a draining node: its job goes on elsewhere."""
+        draining = {
+            (cluster, node_id): mark
+            for cluster, nodes in self._clusters.left_out(marks).items()
+            for node_id, mark in nodes.items()
+            if mark.state is NodeState.DRAINING
+        }
+        going_on = [attempt.id for attempt, _ in active if attempt.end_asked_at is None]
+        if not draining or not going_on:
+            return
+        async with self._database.read() as session:
+            placements = await placements_of(session, going_on)
+        stopped = {
+            placed.attempt_id: draining[placed.cluster, placed.node_id]
+            for placed in placements
+            if (placed.cluster, placed.node_id) in draining
+        }
+        for attempt_id, mark in stopped.items():
+            await self._preempt(attempt_id, f"node {mark}")
+
+    async def admit(
+        self,
+        waiting: Sequence[Job],
+        active: Sequence[tuple[Attempt, Job]],
+        marks: Sequence[NodeMark] = (),
+    ) -> None:
+        """Start or explain every waiting job, request a graceful stop of each job that gives way, and say what clusters
+        are to grow for."""
         attempt_ids = defaultdict[str, list[str]](list)
         for attempt, _ in active:
             attempt_ids[attempt.cluster].append(attempt.id)
-        capacities, now = self._clusters.capacities(attempt_ids), time.time()
+        capacities, now = self._clusters.capacities(attempt_ids, marks), time.time()
+        left_out = self._clusters.left_out(marks)
         async with self._database.read() as session:
             quotas = await effective_quotas(session, self._settings.quotas)
+            on_left_out = await _workers_left_out(session, active, left_out)
+        jobs = {job.id: to_waiting_job(job, self._settings) for job in waiting}
+        holders = [
+            to_holder(attempt, job, self._settings, now=now, left_out=on_left_out.get(attempt.id, 0))
+            for attempt, job in active
+        ]
         answers = await asyncio.to_thread(  # thousands of jobs take their time
             admit_all_clusters,
-            [to_waiting_job(job, self._settings) for job in waiting],
-            [to_holder(attempt, job, self._settings, now=now) for attempt, job in active],
+            list(jobs.values()),
+            holders,
             capacities=capacities,
             quotas=quotas,
             now=now,
             rules=queue_rules(self._settings),
+        )
+        self._autoscaling.update(
+            [jobs[answer.job_id] for answer in answers if not isinstance(answer, Preempt)],
+            holders,
+            {job.id for attempt, job in active if attempt.attempt_state is AttemptState.STARTING},
+            capacities=capacities,
+            quotas=quotas,
+            left_out=left_out,
         )
         attempt_of = {job.id: attempt.id for attempt, job in active}
         cluster_of = {job.id: self._settings.cluster_of(job.queue) for job in waiting}
@@ -76,8 +131,8 @@ class Admission:
             elif isinstance(answer, Preempt):
                 await self._preempt(attempt_of[answer.job_id], answer.message)
         jobs_by_id = {job.id: job for job in waiting}
-        waits = [(jobs_by_id[wait.job_id], wait) for wait in answers if isinstance(wait, Wait)]
-        await explain_waits(self._database, waits)
+        waits = self._autoscaling.explained(wait for wait in answers if isinstance(wait, Wait))
+        await explain_waits(self._database, [(jobs_by_id[wait.job_id], wait) for wait in waits])
 
     async def _preempt(self, attempt_id: str, message: str) -> None:
         async with self._database.write() as session:
@@ -98,6 +153,20 @@ class Admission:
                 return  # moved to another cluster's queue since then
             await create_attempt(session, job, device=start.device, at=utc_now(), cluster=cluster)
         self._changed()
+
+
+async def _workers_left_out(
+    session: AsyncSession,
+    active: Sequence[tuple[Attempt, Job]],
+    left_out: Mapping[str, Mapping[str, NodeMark]],
+) -> dict[str, int]:
+    """The numbers of workers of attempts on nodes that take no work, by attempt."""
+    workers: dict[str, int] = defaultdict(int)
+    if any(left_out.values()):
+        for placed in await placements_of(session, [attempt.id for attempt, _ in active]):
+            if placed.node_id in left_out.get(placed.cluster, ()):
+                workers[placed.attempt_id] += placed.workers
+    return workers
 
 
 async def explain_waits(database: Sessions, waits: Sequence[tuple[Job, Wait]]) -> None:
@@ -136,7 +205,7 @@ def admission_order(
         [to_holder(attempt, job, settings, now=now) for attempt, job in active],
         capacities=capacities,
         now=now,
-        patience_s=settings.queue_patience_s,
+        patience_s=OWNER_PATIENCE_S,
     )
     return [jobs_by_id[job.id] for job in ordered]
 
@@ -146,7 +215,6 @@ def queue_rules(settings: Settings) -> QueueRules:
     return QueueRules(
         preempts=settings.preemption,
         grace_s=settings.preemption_grace_s + RELEASE_DELAY_S,
-        patience_s=settings.queue_patience_s,
     )
 
 
@@ -171,14 +239,15 @@ def to_waiting_job(job: Job, settings: Settings) -> WaitingJob:
     )
 
 
-def to_holder(attempt: Attempt, job: Job, settings: Settings, *, now: float) -> Holder:
-    """The attempt as a value for `decisions`, with the time until which it holds accelerators at most."""
+def to_holder(attempt: Attempt, job: Job, settings: Settings, *, now: float, left_out: int = 0) -> Holder:
+    """The attempt as a value for `decisions`, with the time until which it holds accelerators at most; `left_out` of its
+    workers are on nodes that take no work."""
     until, stopping = math.inf, False
     if (deadline := attempt_deadline(attempt, job)) is not None:
         until = deadline + settings.preemption_grace_s + RELEASE_DELAY_S
     for asked_at, grace_s in (
         (attempt.end_asked_at, settings.preemption_grace_s),
-        (job.cancel_requested_at, settings.cancel_grace_s),
+        (job.cancel_requested_at, CANCEL_GRACE_S),
     ):
         if asked_at is not None:  # it ends, even if late: no other job is preempted in its place
             stopping = True
@@ -194,6 +263,7 @@ def to_holder(attempt: Attempt, job: Job, settings: Settings, *, now: float) -> 
         until=until,
         stopping=stopping,
         cluster=attempt.cluster,
+        left_out=left_out,
     )
 
 

@@ -30,6 +30,8 @@ from service.store.measurements import (
     record_steps,
     record_timeline,
 )
+from service.store.node_states import record_node_failures
+from service.store.plans import record_job_plan
 from service.store.spans import add_attempt_span
 from service.store.tables import Attempt, Job
 from service.store.transitions import add_event, move_attempt, move_job
@@ -38,7 +40,10 @@ from worker.contract.reasons import Cause, Reason, cause_of
 
 @dataclass(frozen=True)
 class Backoff:
-    """The pause before the next attempt, in seconds."""
+    """The pause before the next attempt, in seconds: twice as long before each later one.
+
+    The first lets Ray notice a lost node; the longest keeps a job that fails at once from filling the log.
+    """
 
     base_s: float = 2.0
     limit_s: float = 60.0
@@ -82,6 +87,10 @@ class DriverReport:
     """FLOPs of a step, and peak FLOP/s of all its accelerators."""
     evaluations: Sequence[EvaluationRecord] = ()
     best_checkpoint: Mapping[str, Any] | None = None
+    failed_nodes: Sequence[str] = ()
+    """Ray ids of the nodes that a failure is due to."""
+    running_plan: tuple[int, str] | None = None
+    """The first step of a plan that was swapped in, and the plan's JSON."""
 
 
 class StaleAttemptError(Exception):
@@ -89,16 +98,25 @@ class StaleAttemptError(Exception):
 
 
 async def apply_report(
-    session: AsyncSession, attempt_id: str, report: DriverReport, *, at: datetime, backoff: Backoff, keep: int
+    session: AsyncSession,
+    attempt_id: str,
+    report: DriverReport,
+    *,
+    at: datetime,
+    backoff: Backoff,
+    keep: int,
 ) -> str:
-    """Store a report and return the command for the driver: continue, stop or cancel. Raises StaleAttemptError."""
+    """Store a report and return the command for the driver: continue, stop or cancel. Raises StaleAttemptError.
+
+    Nodes that lost several attempts by their own fault get no work for a time.
+    """
     attempt, job = await lock_attempt(session, attempt_id)
     if report.sequence <= attempt.last_sequence:
         return _driver_command(job, attempt)
     check_current(job, attempt)
     attempt.last_sequence, attempt.heartbeat_at = report.sequence, at
     attempt.submitted_at = attempt.submitted_at or at  # Ray has the driver, even where its answer was lost
-    await _store_measurements(session, job, attempt, report, keep)
+    await _store_measurements(session, job, attempt, report, keep, at)
     for event in report.events:
         add_event(session, job, event.kind, event.message, at=event.at, attempt=attempt.number)
     if report.state is AttemptState.RUNNING:
@@ -114,6 +132,9 @@ async def apply_report(
             at=at,
             backoff=backoff,
         )
+        if report.failed_nodes and attempt.state == AttemptState.FAILED:
+            for mark in await record_node_failures(session, attempt, report.failed_nodes, at=at):
+                add_event(session, job, "node", f"node {mark}", at=at, attempt=attempt.number)
     return _driver_command(job, attempt)
 
 
@@ -130,7 +151,7 @@ def check_current(job: Job, attempt: Attempt) -> None:
 
 
 async def _store_measurements(
-    session: AsyncSession, job: Job, attempt: Attempt, report: DriverReport, keep: int
+    session: AsyncSession, job: Job, attempt: Attempt, report: DriverReport, keep: int, at: datetime
 ) -> None:
     steps = {step.step: step for step in report.steps}
     await record_steps(session, attempt, steps.values())
@@ -138,6 +159,9 @@ async def _store_measurements(
         last = steps[max(steps)]
         job.step, job.loss, job.step_s = last.step, last.loss, last.step_s
         job.metrics = last.metrics
+    if report.running_plan is not None:
+        since_step, plan = report.running_plan
+        await record_job_plan(session, attempt, plan, at=at, since_step=since_step)
     await record_evaluations(session, attempt, report.evaluations)
     if report.best_checkpoint is not None:
         job.best_checkpoint = dict(report.best_checkpoint)

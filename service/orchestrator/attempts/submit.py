@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Mapping
-from typing import Any
 
 from service.observability.tracing import attempt_context, exporting
 from service.orchestrator.attempts.admit import explain_waits
 from service.orchestrator.decisions.attempt_lifecycle import EndAttempt, Wait
-from service.orchestrator.ray.clusters import Clusters, NamedCluster
+from service.orchestrator.ray.clusters import Clusters, NamedCluster, working_dir_uri
 from service.orchestrator.ray.jobs_api import ClusterError, ClusterUnreachableError, RayJobSubmission
 from service.settings.settings import Settings
-from service.spec.job import PACKAGE_PREFIX, stored_field
+from service.spec.job import stored_field
 from service.spec.states import AttemptState
 from service.store.attempts import find_attempt
 from service.store.database import Sessions, utc_now
-from service.store.files import package_content
 from service.store.jobs import find_job, is_current
 from service.store.secrets import (
     MissingSecretError,
@@ -69,10 +66,11 @@ class Submitter:
             return EndAttempt(AttemptState.FAILED, Reason.START_REFUSED, str(error))
         record_submission_span(job, attempt, began_at, time.time())
         async with self._database.write() as session:
+            # before its attempt is written, as a driver's report does: the other way round the two wait for each other
+            starting = await lock_job(session, job.id)
             fresh = await find_attempt(session, attempt.id)
             if fresh is not None and fresh.submitted_at is None:
                 fresh.submitted_at = utc_now()
-            starting = await lock_job(session, job.id)
             if starting is not None and starting.reason == _NOT_YET_SUBMITTED:
                 starting.reason = starting.message = None
         return None
@@ -95,12 +93,11 @@ class Submitter:
             id=attempt.id,
             entrypoint=f"{shlex.quote(cluster.drivers.python)} -m worker.driver",
             env=spec_environment(job.spec)
-            | _ray_address_env(cluster)
+            | cluster.drivers.ray_environment
             | {
                 "SLOTLINE_CONTROL_URL": cluster.drivers.url or self._settings.control_url,
                 "SLOTLINE_ATTEMPT_ID": attempt.id,
                 "SLOTLINE_ATTEMPT_TOKEN": attempt.token,
-                "SLOTLINE_METRICS_LINGER_S": f"{self._settings.metrics_linger_s:g}",
                 "SLOTLINE_PROFILE_EVERY_S": f"{self._settings.profile_every_s:g}",
                 "SLOTLINE_METRICS_PORTS": self._settings.metrics_ports,
                 "SLOTLINE_WORKERS_PER_GPU": str(cluster.drivers.workers_per_gpu),
@@ -111,27 +108,6 @@ class Submitter:
             working_dir=await working_dir_uri(self._database, job.spec, cluster),
             pip=tuple(stored_field(job.spec, "code", "pip", [])),
         )
-
-
-async def working_dir_uri(database: Sessions, spec: Mapping[str, Any], cluster: NamedCluster) -> str | None:
-    """The URI of the code.working_dir of a job (JSON of a JobSpec), from which Ray unpacks it; None for an empty one.
-
-    Uploads a package of the store to the cluster. Raises ClusterError where the package is gone.
-    """
-    place = stored_field(spec, "code", "working_dir", "")
-    if not place.startswith(PACKAGE_PREFIX):
-        return place or None
-    digest = place.removeprefix(PACKAGE_PREFIX)
-    async with database.read() as session:
-        content = await package_content(session, digest)
-    if content is None:
-        raise ClusterError(f"package {digest} is gone from the store: upload it again")
-    return await cluster.ray.upload_package(f"_ray_pkg_{digest[:32]}.zip", content)
-
-
-def _ray_address_env(cluster: NamedCluster) -> dict[str, str]:
-    address = cluster.drivers.ray_address
-    return {"SLOTLINE_DRIVER_RAY_ADDRESS": address} if address else {}
 
 
 def _trace_env(job: Job, attempt: Attempt) -> dict[str, str]:

@@ -48,6 +48,8 @@ from worker.contract.reasons import Reason
 
 logger = logging.getLogger(__name__)
 
+HEARTBEAT_TIMEOUT_S = 30.0
+"""An event names a driver that has not reported for this time."""
 _ASK_EVERY_S = 1.5
 _STOP_EVERY_S = 5.0
 _STOP_DECISION_VALID_S = 5.0
@@ -59,6 +61,8 @@ class _WatchState:
     """State of an attempt that only this process has; lost at a restart, harmlessly."""
 
     ray: RayJob | None = None
+    ray_error: str | None = None
+    """Why Ray did not answer when it was asked last."""
     asked_at: float = 0.0
     stopped_at: float = 0.0
     busy: bool = False
@@ -81,14 +85,10 @@ class AttemptWatcher:
         ended: Callable[[], None],
     ) -> None:
         self.limits = WatchLimits(
-            silence_limit_s=settings.silence_limit_s,
-            start_timeout_s=settings.start_timeout_s,
-            cancel_grace_s=settings.cancel_grace_s,
-            end_grace_s=settings.preemption_grace_s,
+            start_timeout_s=settings.start_timeout_s, end_grace_s=settings.preemption_grace_s
         )
         self.liveness = liveness
-        self._heartbeat_timeout_s = settings.heartbeat_timeout_s
-        self._backoff = Backoff(settings.retry_backoff_s, settings.retry_backoff_limit_s)
+        self.backoff = Backoff()
         self._database, self._clusters = database, clusters
         self._submitter, self._logs, self._ended = submitter, logs, ended
         self._outages = dict[str, Outage]()
@@ -118,7 +118,11 @@ class AttemptWatcher:
             now = time.time()
             if attempt.submitted_at is not None and now - watched.asked_at >= _ASK_EVERY_S:
                 watched.asked_at = now
-                watched.ray = await self._ask(cluster, attempt.id, watched.ray, read_at)
+                try:
+                    watched.ray = await self._ask(cluster, attempt.id, watched.ray, read_at)
+                    watched.ray_error = None
+                except ClusterError as error:
+                    watched.ray, watched.ray_error = None, str(error)
             if attempt.cluster not in self._clusters.names and not watched.missing_reported:
                 await self._report_missing(attempt)
                 watched.missing_reported = True
@@ -185,13 +189,9 @@ class AttemptWatcher:
 
     async def _report_silence(self, attempt: Attempt, watched: _WatchState, read_at: float) -> None:
         """Add one event when a driver falls silent, long before it is given up."""
-        silent = (
-            attempt.heartbeat_at is not None
-            and self._silence_s(attempt, read_at) >= self._heartbeat_timeout_s
-        )
+        silent = attempt.heartbeat_at is not None and self._silence_s(attempt, read_at) >= HEARTBEAT_TIMEOUT_S
         if silent and not watched.silence_reported:
-            ray_says = "nothing" if watched.ray is None else str(watched.ray.state)
-            message = f"no report for {self._heartbeat_timeout_s:g} s; Ray says: {ray_says}"
+            message = f"no report for {HEARTBEAT_TIMEOUT_S:g} s; {_ray_text(watched)}"
             async with self._database.write() as session:
                 if job := await lock_job(session, attempt.job_id):
                     add_event(session, job, "silent", message, at=utc_now(), attempt=attempt.number)
@@ -205,13 +205,8 @@ class AttemptWatcher:
             if job := await lock_job(session, attempt.job_id):
                 add_event(session, job, "no-cluster", message, at=utc_now(), attempt=attempt.number)
 
-    async def _ask(
-        self, cluster: Cluster, attempt_id: str, before: RayJob | None, read_at: float
-    ) -> RayJob | None:
-        try:
-            ray = await cluster.job(attempt_id)
-        except ClusterError:
-            return None
+    async def _ask(self, cluster: Cluster, attempt_id: str, before: RayJob | None, read_at: float) -> RayJob:
+        ray = await cluster.job(attempt_id)
         if not ray.state.ended:
             return ray
         seen = before.ended_seen_at if before is not None and before.ended_seen_at else read_at
@@ -241,9 +236,16 @@ class AttemptWatcher:
                 reason=end.reason,
                 message=message,
                 at=utc_now(),
-                backoff=self._backoff,
+                backoff=self.backoff,
             )
         self._ended()
+
+
+def _ray_text(watched: _WatchState) -> str:
+    """Says what Ray answered about the driver, or why it did not."""
+    if watched.ray is not None:
+        return f"Ray says: {watched.ray.state}"
+    return watched.ray_error or "Ray was not asked about it yet"
 
 
 def _log_tail(log: str, lines: int = 5) -> str:

@@ -31,6 +31,7 @@ from worker.contract.reasons import Reason
 
 RESERVATION_LIMIT = 500
 """Reservations of one device; behind the last one nobody overtakes."""
+_MARKS_NAMED = 3
 _PREEMPTION_TRIES = 20
 """Jobs of one round for which victims are searched."""
 
@@ -72,7 +73,7 @@ def admit(
 
 
 def _smallest_behind(jobs: Sequence[WaitingJob], device_of: Callable[[WaitingJob], str]) -> dict[str, int]:
-    """By job id, the smallest gang of the same device among the job and those behind it."""
+    """The smallest gang of the same device among each job and those behind it, by job id."""
     smallest, least = dict[str, int](), dict[str, int]()
     for job in reversed(jobs):
         device = device_of(job)
@@ -87,6 +88,7 @@ class _ResourcePool:
 
     profile: AvailabilityProfile
     users: list[Holder] = field(default_factory=list)
+    of_device: bool = False
     first: str | None = None
     """The first job that waits for some."""
     reserved: int = 0
@@ -98,10 +100,14 @@ class _ResourcePool:
     def fits(self, job: WaitingJob) -> bool:
         return not self.closed and self.profile.fits_now(job.accelerators, job.longest_s)
 
+    def amount(self, holder: Holder) -> int:
+        """The accelerators of this pool that the holder has; those that are left out are in no pool of a device."""
+        return holder.accelerators - holder.left_out if self.of_device else holder.accelerators
+
     def use(self, holder: Holder, now: float) -> None:
         self.users.append(holder)
-        self.used += holder.accelerators
-        self.profile.take(holder.accelerators, now, holder.until)
+        self.used += self.amount(holder)
+        self.profile.take(self.amount(holder), now, holder.until)
         self._usage_text = None
 
     def used_by(self) -> str:
@@ -128,7 +134,10 @@ class _AdmissionRound:
         others = {} if capacity is None else capacity.others
         self._devices = {
             device: _make_pool(
-                total.get(device, 0) - others.get(device, 0), [h for h in holders if h.device == device], now
+                total.get(device, 0) - others.get(device, 0),
+                [h for h in holders if h.device == device],
+                now,
+                of_device=True,
             )
             for device in RAY_RESOURCES
         }
@@ -164,6 +173,12 @@ class _AdmissionRound:
             return Wait(job.id, Reason.WAITS_FOR_CLUSTER, message)
         device = self.device_of(job)
         if job.accelerators > (total := self._capacity.total.get(device, 0)):
+            if job.accelerators <= total + self._capacity.left_out.get(device, 0):
+                message = (
+                    f"needs {job.accelerators} accelerators of {RAY_RESOURCES[device]}; nodes of the "
+                    f"cluster{self._cluster_name} that take work have {total}{self._left_out(device)}"
+                )
+                return Wait(job.id, Reason.WAITS_FOR_ACCELERATORS, message)
             return Wait(
                 job.id, Reason.CLUSTER_TOO_SMALL, _too_small_message(job, device, total, self._cluster_name)
             )
@@ -276,7 +291,7 @@ class _AdmissionRound:
             self._preemptible.remove(holder)
             for pool in self._pools_of(holder):
                 if within < holder.until:
-                    pool.profile.take(-holder.accelerators, within, holder.until)
+                    pool.profile.take(-pool.amount(holder), within, holder.until)
         message = f"gives way to job {job.id}, whose priority {job.priority} is above "
         return [Preempt(holder.job_id, job.id, f"{message}{holder.priority}") for holder in chosen]
 
@@ -296,7 +311,7 @@ class _AdmissionRound:
             profile = pool.profile.copy()
             for holder in ending:
                 if pool in self._pools_of(holder) and within < holder.until:
-                    profile.take(-holder.accelerators, within, holder.until)
+                    profile.take(-pool.amount(holder), within, holder.until)
             profiles.append(profile)
         return all(
             (begin := profile.first_fit(job.accelerators, job.longest_s, within)) is not None
@@ -321,12 +336,22 @@ class _AdmissionRound:
         wanted += f"{max(free, 0)} of {total} free"
         if free < job.accelerators:
             taken = f"; others than Slotline's running jobs hold {others}" if others else ""
-            return Wait(job.id, Reason.WAITS_FOR_ACCELERATORS, wanted + device.used_by() + taken)
+            message = wanted + device.used_by() + taken + self._left_out(device_name)
+            return Wait(job.id, Reason.WAITS_FOR_ACCELERATORS, message)
         first = queue.first if queue is not None and not queue.fits(job) else device.first
         behind = f", kept for job {first}, which is before it"
         if job.longest_s == math.inf:
             behind += "; with max_duration it could start where it ends in time"
         return Wait(job.id, Reason.WAITS_BEHIND, wanted + behind)
+
+    def _left_out(self, device: str) -> str:
+        """Says which nodes are left out, where they have accelerators of the device."""
+        capacity = self._capacity
+        if capacity is None or not (number := capacity.left_out.get(device, 0)):
+            return ""
+        more = f" and {len(capacity.marks) - _MARKS_NAMED} more" if len(capacity.marks) > _MARKS_NAMED else ""
+        named = ", ".join(capacity.marks[:_MARKS_NAMED]) + more
+        return f"; {number} more on nodes that take none: {named}; `slotline node include NAME` puts one back"
 
     def _quota_is_short(self, job: WaitingJob) -> str | None:
         pool, quota = self._queues.get(job.queue), self._quotas.get(job.queue)
@@ -340,9 +365,11 @@ class _AdmissionRound:
         )
 
 
-def _make_pool(total: int, users: list[Holder], now: float) -> _ResourcePool:
-    profile = AvailabilityProfile(total, now, [(user.accelerators, user.until) for user in users])
-    return _ResourcePool(profile, list(users), used=sum(user.accelerators for user in users))
+def _make_pool(total: int, users: list[Holder], now: float, *, of_device: bool = False) -> _ResourcePool:
+    pool = _ResourcePool(AvailabilityProfile(total, now), list(users), of_device)
+    pool.used = sum(map(pool.amount, users))
+    pool.profile = AvailabilityProfile(total, now, [(pool.amount(user), user.until) for user in users])
+    return pool
 
 
 def _too_small_message(job: WaitingJob, device: str, total: int, cluster: str) -> str:

@@ -60,6 +60,8 @@ class Holder:
     stopping: bool = False
     """It was asked to end."""
     cluster: str = DEFAULT_CLUSTER
+    left_out: int = 0
+    """Those of its accelerators that are on nodes that are left out: nobody has them after it."""
 
 
 # The Ray resource of an accelerator by device, as the worker's placement groups ask for it.
@@ -68,10 +70,19 @@ RAY_RESOURCES = {"cpu": "slotline_worker", "cuda": "GPU"}
 
 @dataclass(frozen=True)
 class Capacity:
-    """Accelerators of all living nodes by device; `others` are held by other programs than our attempts."""
+    """Accelerators of all living nodes that take work, by device; `others` are held by other programs than our attempts.
+
+    `left_out` are those of nodes that take none (draining, excluded, quarantined), with `marks`, a text for each node.
+    """
 
     total: Mapping[str, int]
     others: Mapping[str, int] = field(default_factory=dict)
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    marks: Sequence[str] = ()
+
+
+OWNER_PATIENCE_S = 3600.0
+"""An owner who had no start for this time has the next turn: long enough that fair shares decide, not ages."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +95,7 @@ class QueueRules:
 
     preempts: bool = True
     grace_s: float = 60.0
-    patience_s: float = 3600.0
+    patience_s: float = OWNER_PATIENCE_S
 
 
 @dataclass(frozen=True)
@@ -117,7 +128,8 @@ def device_of(wanted: str, accelerators: int, capacity: Capacity) -> Device:
     """The device of a gang: `wanted`, or for auto cuda where the cluster has GPUs for the whole gang."""
     if wanted != "auto":
         return "cuda" if wanted == "cuda" else "cpu"
-    return "cuda" if capacity.total.get("cuda", 0) >= accelerators else "cpu"
+    gpus = capacity.total.get("cuda", 0) + capacity.left_out.get("cuda", 0)
+    return "cuda" if gpus >= accelerators else "cpu"
 
 
 # Watching an attempt
@@ -166,13 +178,19 @@ class WatchedAttempt:
     end_asked_for: Reason | None = None
 
 
+CANCEL_GRACE_S = 15.0
+"""Time for a cancelled job to end by itself before Ray stops it: some steps, as it ends between two."""
+
+
 @dataclass(frozen=True)
 class WatchLimits:
     """Time limits of an attempt's life."""
 
     silence_limit_s: float = 600.0
+    """A driver that Ray still runs and that has not reported for this time is stopped: drivers report every few seconds,
+    also while they wait, and try again for minutes where the control plane is away."""
     start_timeout_s: float = 600.0
-    cancel_grace_s: float = 15.0
+    cancel_grace_s: float = CANCEL_GRACE_S
     end_grace_s: float = 60.0
     """Time for a driver to save a checkpoint after a graceful stop was requested."""
     report_grace_s: float = 3.0
@@ -283,8 +301,8 @@ def _liveness_problem(
 def _driver_lost(ray: RayJob) -> EndAttempt:
     if ray.state is RayState.MISSING:
         message = "Ray no longer knows the attempt: the cluster was restarted"
-    elif ray.message and ray.message.startswith("runtime_env setup failed"):
-        return EndAttempt(AttemptState.FAILED, Reason.CODE_SETUP_FAILED, _setup_message(ray.message))
+    elif (setup_message := code_setup_failure(ray.message)) is not None:
+        return EndAttempt(AttemptState.FAILED, Reason.CODE_SETUP_FAILED, setup_message)
     else:
         code = "" if ray.exit_code is None else f" with exit code {ray.exit_code}"
         detail = f": {ray.message.split(', last available logs')[0]}" if ray.message else ""
@@ -292,8 +310,11 @@ def _driver_lost(ray: RayJob) -> EndAttempt:
     return EndAttempt(AttemptState.FAILED, Reason.DRIVER_LOST, message)
 
 
-def _setup_message(text: str) -> str:
-    """The installer's errors, else the last line, of Ray's `text` about a runtime environment that failed."""
+def code_setup_failure(text: str | None) -> str | None:
+    """The installer's errors, else the last line, of Ray's `text` about a runtime environment that failed; None for another
+    text."""
+    if not text or not text.startswith("runtime_env setup failed"):
+        return None
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")] or lines[-1:]
     return f"the job's code could not be set up: {'; '.join(errors)}; correct code.pip or code.working_dir"
@@ -337,9 +358,11 @@ def after_failure(
     """The retry, or the end, of a job whose attempt failed with `reason`.
 
     `failures_before` are the reasons of the earlier failed attempts that still count. Each cause has its own allowance
-    (-1: no limit); the pause doubles with every failure of the same cause, up to `backoff_limit_s`.
+    (-1: no limit); the pause doubles with every failure of the same cause, up to `backoff_limit_s`. An illegal address is
+    the accelerator's once, and then the job's own.
     """
-    cause = cause_of(reason)
+    repeated = reason == Reason.ILLEGAL_ADDRESS and reason in failures_before
+    cause = Cause.USER if repeated else cause_of(reason)
     earlier = sum(cause_of(before) is cause for before in failures_before)
     limit = {
         Cause.INFRASTRUCTURE: allowed.infrastructure,

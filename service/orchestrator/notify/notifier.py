@@ -11,7 +11,7 @@ import asyncio
 import logging
 import random
 import time
-from collections import Counter
+from dataclasses import dataclass
 from datetime import timedelta
 
 from service.orchestrator.notify.webhook import WebhookResponse, WebhookSender, signature_headers
@@ -19,7 +19,6 @@ from service.settings.settings import Settings
 from service.store.database import DATABASE_UNAVAILABLE, Database, utc_now
 from service.store.notifications import (
     OPERATOR_WEBHOOK_KEY,
-    OperatorWebhook,
     claim_due_deliveries,
     has_due_deliveries,
     record_delivery_try,
@@ -30,23 +29,33 @@ from service.store.tables import Delivery, DeliveryState
 logger = logging.getLogger(__name__)
 _DELIVERY_POLL_S = 1.0
 _CONCURRENT_DELIVERIES = 64
-_CONCURRENT_PER_HOST = 4
-_BACKOFF_LIMIT_S = 3600.0
+
+
+@dataclass(frozen=True)
+class DeliveryPolicy:
+    """Limit of one webhook call, calls of one delivery at most, and the pause before the second call.
+
+    Each later pause is three times as long, at most `backoff_limit_s`.
+    """
+
+    timeout_s: float = 10.0
+    tries: int = 8
+    backoff_s: float = 5.0
+    backoff_limit_s: float = 3600.0
 
 
 class Notifier:
     """Sends due deliveries until `close`; each is claimed by one control plane of the database at a time."""
 
-    def __init__(self, settings: Settings, database: Database) -> None:
-        self._settings, self._database = settings, database
-        self._sender = WebhookSender(limit_s=settings.webhook_timeout_s)
+    def __init__(
+        self, settings: Settings, database: Database, policy: DeliveryPolicy = DeliveryPolicy()
+    ) -> None:
+        self._settings, self._database, self._policy = settings, database, policy
+        self._sender = WebhookSender(limit_s=policy.timeout_s)
         self._task: asyncio.Task[None] | None = None
-        self._sending: dict[asyncio.Task[None], str] = {}
-        """The host of each delivery in progress."""
+        self._sending = set[asyncio.Task[None]]()
         if settings.webhook_url is not None:
-            database.session_info[OPERATOR_WEBHOOK_KEY] = OperatorWebhook(
-                settings.webhook_url, settings.webhook_states
-            )
+            database.session_info[OPERATOR_WEBHOOK_KEY] = settings.webhook_url
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run())
@@ -70,21 +79,18 @@ class Notifier:
             await asyncio.sleep(_DELIVERY_POLL_S)
 
     async def send_due(self) -> None:
-        """Start deliveries that are due, up to the limits of the process and of each host."""
+        """Start deliveries that are due, up to the limit of the process."""
         free, now = _CONCURRENT_DELIVERIES - len(self._sending), utc_now()
-        busy = Counter(self._sending.values())
         async with self._database.read() as session:
             if free <= 0 or not await has_due_deliveries(session, at=now):
                 return
-        until = now + timedelta(seconds=2 * self._settings.webhook_timeout_s + 30)
+        until = now + timedelta(seconds=2 * self._policy.timeout_s + 30)
         async with self._database.write() as session:
-            claimed = await claim_due_deliveries(
-                session, at=now, until=until, for_host=_CONCURRENT_PER_HOST, busy=busy, limit=free
-            )
+            claimed = await claim_due_deliveries(session, at=now, until=until, limit=free)
         for delivery, owner in claimed:
             task = asyncio.create_task(self._deliver(delivery, owner))
-            self._sending[task] = delivery.host
-            task.add_done_callback(lambda done: self._sending.pop(done, None))
+            self._sending.add(task)
+            task.add_done_callback(self._sending.discard)
 
     async def settle(self) -> None:
         """Wait for deliveries in progress (tests)."""
@@ -126,9 +132,9 @@ class Notifier:
     async def _record(self, delivery: Delivery, response: WebhookResponse) -> None:
         now, tries = utc_now(), delivery.tries + 1
         state = DeliveryState.DELIVERED if response.delivered else DeliveryState.PENDING
-        if not response.delivered and (response.permanent or tries >= self._settings.webhook_tries):
+        if not response.delivered and (response.permanent or tries >= self._policy.tries):
             state = DeliveryState.GIVEN_UP
-        pause_s = min(self._settings.webhook_backoff_s * 3.0 ** (tries - 1), _BACKOFF_LIMIT_S)
+        pause_s = min(self._policy.backoff_s * 3.0 ** (tries - 1), self._policy.backoff_limit_s)
         async with self._database.write() as session:
             await record_delivery_try(
                 session,

@@ -1,8 +1,8 @@
 """Planner: runs plan requests in a bounded pool of spawned processes, with one more kept for drivers.
 
-Never in the event loop, never more at once than the machine holds; drivers go first. A request whose caller has gone
-is cancelled and its place freed; a process that does not react, or runs out of time or memory, is killed with the
-pool.
+A job's plan that runs out of time is made once more without a search. Never in the event loop, never more at once than
+the machine holds; drivers go first. A request whose caller has gone is cancelled and its place freed; a process that
+does not react, or runs out of time or memory, is killed with the pool.
 Functions after the line "In the pool" run in the processes, and only they (and work.py's) import the scheduler.
 """
 
@@ -14,35 +14,49 @@ import ctypes
 import json
 import logging
 import multiprocessing
+import os
 import resource
 import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from service.observability.instruments import PLANNING_SECONDS
 from service.observability.tracing import record_request_span
 from service.orchestrator.planning.work import (
+    RunningJob,
     SavedPlanInput,
     StoredStep,
     explain_step,
     plan_from_saved,
     plan_key_json,
+    shorter_plan,
 )
+from worker.contract.tasks import kill_pool
 
 if TYPE_CHECKING:
     from service.scheduler.problem.spec import PipelineSpec
 
 logger = logging.getLogger(__name__)
-_DRIVER_QUEUE_LIMIT = 64
+_USER_QUEUE_LIMIT, _DRIVER_QUEUE_LIMIT = 4, 64
+"""Plans that may wait for a process; beyond that 503 with Retry-After."""
+PLAN_LIMIT_S = 120.0
+"""Limit of one plan by the clock; a job's plan that exceeds it is made again without a search, within the same limit."""
 _SEARCH_TIME_FRACTION = 0.8
 """Share of the time limit after which the search ends with its best plan, so that on a busy machine the rest of the work
 (programs, proof) still ends before the process is killed."""
+SERVER_BYTES = 1 << 30
+"""Memory that a container keeps for the server beside its planning processes; the chart counts with it too."""
+LEAST_PROCESS_BYTES, MOST_PROCESS_BYTES = 512 << 20, 8 << 30
+"""Bounds of what a planning process gets where SLOTLINE_PLAN_MEMORY_BYTES is not set."""
+NICENESS = 5
+"""Niceness of planning processes above the server's: a search slows neither answers nor the training of a local Ray."""
 PLAN_FORMATS = {
     "json": "application/json",
     "csv": "text/csv",
@@ -63,7 +77,7 @@ class PlannerBusyError(Exception):
 
 
 class PlanTimeoutError(Exception):
-    """A plan took longer than `timeout_s`; its process was killed."""
+    """A plan took longer than `timeout_s`; its process was killed. The message names the limit and the ways out."""
 
 
 _OUTCOMES = {
@@ -83,6 +97,49 @@ class PlannerLoad:
     processes: int
 
 
+def container_memory_bytes(root: Path = Path("/")) -> int | None:
+    """The least memory limit of this process's control groups (cgroup v2 and v1), None without one.
+
+    A container sees its own group as the topmost one, so a group's path is looked up with and without its parents.
+    """
+    limits = []
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+            own = top / path.strip("/")
+            for group in (one for one in (own, *own.parents) if one.is_relative_to(top)):
+                with contextlib.suppress(OSError, ValueError):  # no limit is the word "max"
+                    name = "memory.limit_in_bytes" if controllers else "memory.max"
+                    limits.append(int((group / name).read_text()))
+    return min(limits, default=None)
+
+
+def process_memory_bytes(given: int | None, users_processes: int, container_bytes: int | None) -> int:
+    """The memory of one planning process: as given, or its part of the container's after SERVER_BYTES for the server.
+
+    Kubernetes ends the whole container that exceeds its limit, so all processes together must fit: what does not is
+    logged with the way out.
+    """
+    processes = users_processes + 1
+    if container_bytes is None:
+        return MOST_PROCESS_BYTES if given is None else given
+    part = (container_bytes - SERVER_BYTES) // processes
+    chosen = max(LEAST_PROCESS_BYTES, min(MOST_PROCESS_BYTES, part)) if given is None else given
+    if chosen > part:
+        logger.warning(
+            "%d planning processes of %d MiB and %d MiB for the server exceed the container's limit of %d MiB, and a large "
+            "plan would end the container: raise the limit, or lower SLOTLINE_PLAN_PROCESSES or SLOTLINE_PLAN_MEMORY_BYTES",
+            processes,
+            chosen >> 20,
+            SERVER_BYTES >> 20,
+            container_bytes >> 20,
+        )
+    return chosen
+
+
 class Planner:
     """Plans in `processes` processes at once, each plan within `timeout_s`; `queue` more requests may wait.
 
@@ -90,7 +147,12 @@ class Planner:
     """
 
     def __init__(
-        self, *, processes: int, queue: int, timeout_s: float, memory_bytes: int | None = None
+        self,
+        *,
+        processes: int,
+        timeout_s: float = PLAN_LIMIT_S,
+        memory_bytes: int | None = None,
+        queue: int = _USER_QUEUE_LIMIT,
     ) -> None:
         self._processes, self._timeout_s, self._memory_bytes = processes, timeout_s, memory_bytes
         self._guard_s = 5.0  # the scheduler looks at its deadline now and then
@@ -100,6 +162,11 @@ class Planner:
         self._task_of_attempt: dict[str, asyncio.Task[str]] = {}
         self._working: set[asyncio.Task[Any]] = set()
         self._pool: ProcessPoolExecutor | None = None
+
+    @property
+    def longest_answer_s(self) -> float:
+        """The seconds in which a job's plan is made or fails once it has a process, both tries together."""
+        return 2 * (self._timeout_s + self._guard_s)
 
     async def plan_job(
         self,
@@ -116,7 +183,11 @@ class Planner:
         whose number of microbatches stays where the job leaves it open. `attempt` is the id of the attempt whose driver
         asks.
         """
-        return await self._run(_plan_job, job, costs, earlier, budget_s, attempt=attempt)
+
+        async def planned(search_s: float, notes: tuple[str, ...]) -> str:
+            return await self._run(_plan_job, job, costs, earlier, search_s, notes, attempt=attempt)
+
+        return await self._with_smaller_search(planned, budget_s)
 
     async def plan_from_saved(
         self,
@@ -138,8 +209,17 @@ class Planner:
         return await self._run(_plan_spec, spec, budget_s, format, attempt=attempt)
 
     async def plan_forwards(self, request: Mapping[str, Any], *, budget_s: float, attempt: str) -> str:
-        """Schedule an evaluation (`plan_forwards` of service/scheduler/job/forwards.py): the plan's JSON."""
-        return await self._run(_plan_forwards, request, budget_s, attempt=attempt)
+        """Schedule an evaluation (`plan_forwards` of service/scheduler/job/forwards.py): the plan's JSON, with
+        planning_notes."""
+
+        async def planned(search_s: float, notes: tuple[str, ...]) -> str:
+            return await self._run(_plan_forwards, request, search_s, notes, attempt=attempt)
+
+        return await self._with_smaller_search(planned, budget_s)
+
+    async def replan(self, running: RunningJob, *, budget_s: float, attempt: str) -> str:
+        """A clearly shorter order of a running job: JSON of a ReplanView."""
+        return await self._run(shorter_plan, running, budget_s, attempt=attempt)
 
     async def explain(self, stored: StoredStep) -> str:
         """Explain the length of a stored step and the changes that would shorten it: JSON of an Explanation."""
@@ -158,6 +238,20 @@ class Planner:
     def close(self) -> None:
         """Kill the processes, whatever they do."""
         self._end_processes()
+
+    async def _with_smaller_search(
+        self, planned: Callable[[float, tuple[str, ...]], Awaitable[str]], budget_s: float
+    ) -> str:
+        """`planned(budget_s, notes)`, and once more without a search where that takes longer than a plan may."""
+        if budget_s <= 0:
+            return await planned(0.0, ())
+        try:
+            return await planned(budget_s, ())
+        except PlanTimeoutError as error:
+            logger.warning("%s: planning once more without a search", error)
+            return await planned(
+                0.0, (f"made without a search: planning with one took more than {self._timeout_s:g} s",)
+            )
 
     async def _run(self, function: Callable[..., str], *arguments: Any, attempt: str | None = None) -> str:
         """Call `function` in a process; a driver's newer request replaces the earlier one of the same `attempt`."""
@@ -230,7 +324,9 @@ class Planner:
             raise
         except TimeoutError:
             self._end_processes()
-            raise PlanTimeoutError(f"planning took more than {self._timeout_s:g} s and was ended") from None
+            raise PlanTimeoutError(
+                f"planning took more than {self._timeout_s:g} s and was ended; the control plane's machine may be busy"
+            ) from None
         except BrokenProcessPool:  # out of memory, or killed together with another plan
             self._end_processes()
             raise PlannerBusyError("the planning process ended before the plan was made") from None
@@ -263,14 +359,9 @@ class Planner:
         return self._pool
 
     def _end_processes(self) -> None:
-        if self._pool is None:
-            return
-        pool, self._pool = self._pool, None
-        # Until Python 3.14 (kill_workers) the executor has no public way to end a running call.
-        processes = list((pool._processes or {}).values())
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in processes:
-            process.kill()
+        if self._pool is not None:
+            pool, self._pool = self._pool, None
+            kill_pool(pool)
 
 
 class WaitQueue:
@@ -315,9 +406,11 @@ class WaitQueue:
 
 
 def _init_process(given_up: Any, memory_bytes: int | None) -> None:
-    """Limit the memory, leave Ctrl-C to the server, and die with it even where it is killed."""
+    """Limit the memory, let server and training go first, leave Ctrl-C to the server, and die with it even where it is
+    killed."""
     global _given_up
     _given_up = given_up
+    os.nice(NICENESS)
     if memory_bytes is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -349,7 +442,7 @@ def _run_guarded(
         limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
         return True, (
             f"planning it needs more memory than the {limit} bytes of a planning process: make it smaller, "
-            "or raise SLOTLINE_PLAN_MEMORY_BYTES"
+            "or raise SLOTLINE_PLAN_MEMORY_BYTES (and the container's memory with it)"
         )
     except ValueError as error:
         return True, _validation_message(error)
@@ -381,12 +474,14 @@ def _plan_spec(expired: Callable[[], bool], text: str, budget_s: float, format: 
     return plan.model_dump_json() if format == "json" else render(spec, plan, format)
 
 
-def _plan_forwards(expired: Callable[[], bool], request: Mapping[str, Any], budget_s: float) -> str:
+def _plan_forwards(
+    expired: Callable[[], bool], request: Mapping[str, Any], budget_s: float, notes: tuple[str, ...]
+) -> str:
     from service.scheduler.job.forwards import plan_forwards
 
     planned = plan_forwards(request, budget_s=budget_s, expired=expired)
     _log_notes(planned.plan.notes, planned.spec)
-    return json.dumps(planned.to_json(), allow_nan=False)
+    return json.dumps({**planned.to_json(), "planning_notes": list(notes)}, allow_nan=False)
 
 
 def _plan_job(
@@ -395,17 +490,20 @@ def _plan_job(
     costs: Mapping[str, Any],
     earlier: str | None,
     budget_s: float,
+    notes: tuple[str, ...],
 ) -> str:
-    from service.scheduler.job.plan_job import JobCosts, job_plan_json, plan_job
+    from service.scheduler.job.plan_job import JobCosts, job_plan_json, plan_for_training
     from worker.contract.job import Job
 
     parsed_job = Job.from_json(job)
-    planned = plan_job(
+    planned = plan_for_training(
         parsed_job,
         JobCosts.from_json(costs, parsed_job),
-        kept_microbatches=None if earlier is None else json.loads(earlier)["spec"].get("microbatches"),
+        earlier_microbatches=None if earlier is None else json.loads(earlier)["spec"].get("microbatches"),
         budget_s=budget_s,
         expired=expired,
     )
     _log_notes(planned.plan.notes, planned.partition.spec)
-    return json.dumps(job_plan_json(planned), allow_nan=False)
+    answer = job_plan_json(planned)
+    answer["planning_notes"] = [*notes, *answer["planning_notes"]]
+    return json.dumps(answer, allow_nan=False)

@@ -1,4 +1,4 @@
-"""Work of planning processes beside plain planning: explain a stored step, fit a saved plan to a job.
+"""Work of planning processes beside plain planning: explain a stored step, shorten a running plan, fit a saved one.
 
 Only inside these functions is the scheduler imported: the module itself is imported by the control plane. They
 return JSON text; ValueError is a refusal that the user sees.
@@ -28,7 +28,8 @@ class StoredStep:
     """The stored data of a job and one of its steps.
 
     `job` is its JobSpec's JSON, `plan` the text of its plan, `slots` the measured ones (none: nothing was measured
-    under this plan), `step_s` the step's length, `costs` all measured costs of such jobs, where the store still has them.
+    under this plan), `step_s` the step's length, `costs` all measured costs of such jobs, where the store still has them,
+    `calibrated_by` the slots of the steps that give the costs of the running plan.
     """
 
     job: Mapping[str, Any]
@@ -37,6 +38,7 @@ class StoredStep:
     step_s: float | None
     costs: Mapping[str, Any] | None
     notes: tuple[str, ...] = ()
+    calibrated_by: Sequence[Sequence[SlotRecord]] = ()
 
 
 def explain_step(expired: Callable[[], bool], stored: StoredStep) -> str:
@@ -49,6 +51,7 @@ def explain_step(expired: Callable[[], bool], stored: StoredStep) -> str:
         plan,
         stored.slots,
         step_s=stored.step_s,
+        calibrated_by=stored.calibrated_by,
         layers=_known_layers(stored, stage_starts),
         expired=lambda: expired() or time.monotonic() > until,
     )
@@ -80,6 +83,7 @@ def _read_planned_step(body: Mapping[str, Any]) -> tuple[PlannedStep, Sequence[s
         lower_bound_s=plan["lower_bound_s"],
         update_s=body.get("update_s") or 0.0,
         recomputed=[stage["name"] for stage in plan.get("stages", ()) if stage["recomputed"]],
+        nodes=body.get("nodes") or {},
     )
     return planned, body.get("begins") or ()
 
@@ -118,8 +122,50 @@ def _known_layers(stored: StoredStep, stage_starts: Sequence[str]) -> JobLayers:
 
 
 @dataclass(frozen=True)
+class RunningJob:
+    """A job that trains: its JobSpec's JSON, the text of the plan that runs, the costs that it was planned with, and the
+    slots of its last profiled steps."""
+
+    job: Mapping[str, Any]
+    plan: str
+    costs: Mapping[str, Any]
+    steps: Sequence[Sequence[SlotRecord]]
+
+
+def shorter_plan(expired: Callable[[], bool], running: RunningJob, budget_s: float) -> str:
+    """JSON of a ReplanView: a plan of the same stages, meshes and recomputation, clearly shorter at measured costs."""
+    from service.scheduler.job.plan_job import JobCosts, replan_job
+    from service.scheduler.why.calibration import calibrate, is_clearly_shorter
+    from service.scheduler.why.measured import measured_spec, with_decided_recomputation
+    from worker.contract.job import Job
+
+    body = json.loads(running.plan)
+    plan, _ = _read_planned_step(body)
+    found = calibrate(plan.spec, plan.programs, plan.slots, running.steps)
+    if found is None:
+        return json.dumps({"why": "no profiled step is of the plan that runs"})
+    calibration, usual = found
+    job = Job.from_json(running.job)
+    shorter = replan_job(
+        job,
+        JobCosts.from_json(running.costs, job),
+        body,
+        with_decided_recomputation(measured_spec(plan.spec, usual), plan.recomputed),
+        budget_s=budget_s,
+        expired=expired,
+    )
+    if shorter is None:
+        return json.dumps({"why": "no shorter order was found"})
+    planned_s = shorter.answer["plan"]["makespan_s"]
+    times = {"running_s": shorter.running_s, "planned_s": planned_s, "spread_s": calibration.spread_s}
+    if not is_clearly_shorter(planned_s, shorter.running_s, spread_s=calibration.spread_s):
+        return json.dumps({"why": "the shorter order that was found is too near to the running one"} | times)
+    return json.dumps({"found": shorter.answer} | times, allow_nan=False)
+
+
+@dataclass(frozen=True)
 class SavedPlanInput:
-    """The saved plan that a job was submitted with: `named` is JSON of a NamedPlanRef, `body` the text that `plan_job`
+    """The saved plan that a job was submitted with: `named` is JSON of a SavedPlanRef, `body` the text that `plan_job`
     made, `made_for` JSON of its PlanKey."""
 
     named: Mapping[str, Any]

@@ -13,6 +13,8 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
 
 from service.orchestrator.decisions.attempt_lifecycle import RAY_RESOURCES, Capacity, RayJob
 from service.orchestrator.ray.jobs_api import (
@@ -26,23 +28,35 @@ from service.orchestrator.ray.jobs_api import (
 )
 from service.settings.clusters import DEFAULT_CLUSTER
 from service.settings.settings import Settings
-from worker.contract.job import placement_group_name
+from service.spec.job import PACKAGE_PREFIX, stored_field
+from service.spec.states import NodeMark, mark_in_force
+from service.store.database import Sessions
+from service.store.files import package_content
+from worker.contract.job import is_placement_group_name, placement_group_name
 
 logger = logging.getLogger(__name__)
 _RETRY_INTERVAL_S = 0.5
 _SHARE_ROUNDING = 0.01  # a third of a GPU is 0.3333 for Ray
 CLUSTER_REFRESH_S = 2.0
+"""Time between two looks at a cluster's nodes: what a job that needs a new node waits longer at most."""
 
 
 @dataclass(frozen=True)
 class DriverSettings:
-    """Settings of drivers of a cluster: their Python, the address of Ray, and the control plane's URL (None: the common
-    one)."""
+    """Settings of drivers of a cluster: their Python, the address of Ray (None: the one that Ray finds), and the control
+    plane's URL (None: the common one)."""
 
     python: str = "python"
     ray_address: str | None = None
     url: str | None = None
     workers_per_gpu: int = 1
+    may_scale: bool = True
+    """The cluster may have an autoscaler; a local Ray has none."""
+
+    @property
+    def ray_environment(self) -> dict[str, str]:
+        """The variables by which a process on the cluster finds its Ray."""
+        return {"SLOTLINE_DRIVER_RAY_ADDRESS": self.ray_address} if self.ray_address else {}
 
 
 @dataclass(frozen=True)
@@ -53,6 +67,15 @@ class NamedCluster:
     ray: Cluster
     watcher: ClusterWatcher
     drivers: DriverSettings = DriverSettings()
+
+    def left_out(self, marks: Sequence[NodeMark]) -> dict[str, NodeMark]:
+        """The mark in force on each living node that takes no work, by Ray's node id."""
+        now, own = datetime.now(UTC), [mark for mark in marks if mark.cluster == self.name]
+        return {
+            node.id: mark
+            for node in self.watcher.snapshot.nodes
+            if (mark := mark_in_force(own, node.name, node.id, now=now)) is not None
+        }
 
 
 class Clusters:
@@ -80,17 +103,25 @@ class Clusters:
         watcher.snapshot = replace(watcher.snapshot, error=missing.why)
         return NamedCluster(name, missing, watcher)
 
-    def capacities(self, attempts: Mapping[str, Collection[str]]) -> dict[str, Capacity | None]:
+    def capacities(
+        self, attempts: Mapping[str, Collection[str]], marks: Sequence[NodeMark] = ()
+    ) -> dict[str, Capacity | None]:
         """Capacity of each cluster; None for a cluster that does not answer.
 
-        `attempts` (by cluster) hold accelerators of ours; everything else that is held counts as held by others.
+        `attempts` (by cluster) hold accelerators of ours; everything else that is held counts as held by others. Nodes
+        that `marks` keep work off are left out.
         """
-        capacities = dict[str, Capacity | None]()
-        for cluster in self:
-            capacity = cluster.watcher.capacity
-            others = cluster.watcher.others(attempts.get(cluster.name, ()))
-            capacities[cluster.name] = None if capacity is None else replace(capacity, others=others)
-        return capacities
+        left_out = self.left_out(marks)
+        return {
+            cluster.name: cluster.watcher.capacity_without(
+                left_out[cluster.name], attempts.get(cluster.name, ())
+            )
+            for cluster in self
+        }
+
+    def left_out(self, marks: Sequence[NodeMark]) -> dict[str, dict[str, NodeMark]]:
+        """The mark in force on each living node that takes no work, by cluster and Ray's node id."""
+        return {cluster.name: cluster.left_out(marks) for cluster in self}
 
     def on_change(self, listener: Callable[[], None]) -> None:
         for cluster in self:
@@ -117,12 +148,12 @@ def build_clusters(
     clusters: Mapping[str, Cluster],
     *,
     refresh_s: float,
-    python: str = "python",
+    default: DriverSettings = DriverSettings(),
 ) -> Clusters:
-    """Clusters by name, with their settings; `python` runs drivers of the default one, unless a setting says otherwise."""
+    """Clusters by name, with their settings; `default` is for drivers of the cluster of that name."""
     known = []
     for name, ray in clusters.items():
-        drivers = driver_settings(settings, name, python=python)
+        drivers = default if name == DEFAULT_CLUSTER else driver_settings(settings, name)
         watcher = ClusterWatcher(ray, refresh_s=refresh_s, workers_per_gpu=drivers.workers_per_gpu)
         known.append(NamedCluster(name, ray, watcher, drivers))
     return Clusters(known)
@@ -132,24 +163,17 @@ def ray_cluster(settings: Settings, name: str) -> RayCluster:
     """The client of the cluster of this name in the settings."""
     if name == DEFAULT_CLUSTER:
         assert settings.ray_address is not None, "a local Ray has an address of its own"
-        return RayCluster(settings.ray_address, timeout_s=settings.ray_timeout_s, token=settings.ray_token)
+        return RayCluster(settings.ray_address, token=settings.ray_token)
     cluster = settings.clusters[name]
     return RayCluster(
         cluster.address,
-        timeout_s=cluster.timeout_s,
         token=cluster.ray_token,
         token_setting=f"the token of {name} in SLOTLINE_CLUSTERS",
     )
 
 
-def driver_settings(settings: Settings, name: str, *, python: str = "python") -> DriverSettings:
-    """Settings of drivers of the cluster of this name; `python` runs them where the default cluster has no setting."""
-    if name == DEFAULT_CLUSTER:
-        return DriverSettings(
-            python=settings.driver_python or python,
-            ray_address=settings.driver_ray_address,
-            workers_per_gpu=settings.workers_per_gpu,
-        )
+def driver_settings(settings: Settings, name: str) -> DriverSettings:
+    """Settings of drivers of this cluster of SLOTLINE_CLUSTERS."""
     cluster = settings.clusters[name]
     return DriverSettings(
         python=cluster.driver_python,
@@ -185,24 +209,70 @@ class ClusterWatcher:
     @property
     def capacity(self) -> Capacity | None:
         """Accelerators by device; None while the cluster does not answer."""
+        capacity = self.capacity_without({}, ())
+        return None if capacity is None else Capacity(capacity.total)
+
+    def capacity_without(
+        self, left_out: Mapping[str, NodeMark], attempts: Collection[str]
+    ) -> Capacity | None:
+        """Accelerators by device of all nodes but those that are left out, by id; `others` are those held outside
+        `attempts`. None while the cluster does not answer."""
         if not self.snapshot.available:
             return None
-        shares = self._shares
-        total = {
-            device: sum(int(node.resources.get(name, 0) * shares[device]) for node in self.snapshot.nodes)
+        total, without = dict.fromkeys(RAY_RESOURCES, 0), dict.fromkeys(RAY_RESOURCES, 0)
+        for node in self.snapshot.nodes:
+            for device, number in self.accelerators(node).items():
+                (without if node.id in left_out else total)[device] += number
+        texts = [
+            str(left_out[node.id])
+            for node in self.snapshot.nodes
+            if node.id in left_out and any(self.accelerators(node).values())
+        ]
+        return Capacity(total, self.others(attempts, left_out), without, tuple(dict.fromkeys(texts)))
+
+    def accelerators(self, node: RayNode) -> dict[str, int]:
+        """The workers that a node has room for, by device."""
+        return {
+            device: int(node.resources.get(name, 0) * self._shares[device])
             for device, name in RAY_RESOURCES.items()
         }
-        return Capacity(total)
 
-    def others(self, attempts: Collection[str]) -> dict[str, int]:
-        """Accelerators by device that are held outside `attempts`: by other programs on the same Ray, and by attempts
-        that have ended but not released them yet."""
+    def used_by_node(self) -> dict[str, dict[str, int]]:
+        """Accelerators that are held, by whomever, by device, of each living node (its id)."""
+        uses: dict[str, list[Mapping[str, float]]] = {node.id: [] for node in self.snapshot.nodes}
+        for use in self.snapshot.in_use:
+            if use.node_id in uses:
+                uses[use.node_id].append(use.resources)
+        return {node_id: self._held(resources) for node_id, resources in uses.items()}
+
+    def others(self, attempts: Collection[str], left_out: Collection[str] = frozenset()) -> dict[str, int]:
+        """Accelerators by device that are held outside `attempts`, but on nodes that are left out: by other programs on
+        the same Ray, and by attempts that have ended but not released them yet."""
         ours = {placement_group_name(attempt) for attempt in attempts}
-        held = [use.resources for use in self.snapshot.in_use if use.name not in ours]
+        return self._held(
+            [
+                use.resources
+                for use in self.snapshot.in_use
+                if use.name not in ours and use.node_id not in left_out
+            ]
+        )
+
+    def strangers(self, left_out: Collection[str] = frozenset()) -> dict[str, int]:
+        """Accelerators by device that are held by no attempt of any Slotline, but on nodes that are left out. An attempt
+        that has just ended, and counts among `others`, gives back what it holds."""
+        return self._held(
+            [
+                use.resources
+                for use in self.snapshot.in_use
+                if not is_placement_group_name(use.name) and use.node_id not in left_out
+            ]
+        )
+
+    def _held(self, uses: Sequence[Mapping[str, float]]) -> dict[str, int]:
         return {
             device: sum(
                 math.ceil(resources.get(name, 0) * self._shares[device] - _SHARE_ROUNDING)
-                for resources in held
+                for resources in uses
             )
             for device, name in RAY_RESOURCES.items()
         }
@@ -244,6 +314,22 @@ class ClusterWatcher:
             except Exception:
                 logger.exception("the cluster's answer was not understood")
             await asyncio.sleep(self._refresh_s if self.snapshot.available else _RETRY_INTERVAL_S)
+
+
+async def working_dir_uri(database: Sessions, spec: Mapping[str, Any], cluster: NamedCluster) -> str | None:
+    """The URI of the code.working_dir of a job (JSON of a JobSpec), from which Ray unpacks it; None for an empty one.
+
+    Uploads a package of the store to the cluster. Raises ClusterError where the package is gone.
+    """
+    place = stored_field(spec, "code", "working_dir", "")
+    if not place.startswith(PACKAGE_PREFIX):
+        return place or None
+    digest = place.removeprefix(PACKAGE_PREFIX)
+    async with database.read() as session:
+        content = await package_content(session, digest)
+    if content is None:
+        raise ClusterError(f"package {digest} is gone from the store: upload it again")
+    return await cluster.ray.upload_package(f"_ray_pkg_{digest[:32]}.zip", content)
 
 
 class _MissingCluster:

@@ -1,6 +1,6 @@
 """Driver logs: read from the store or streamed from Ray, windowed to their last lines, and stored after the end.
 
-Of a log only the last `limit_bytes` are held and shown, in whole lines under their numbers. However many clients
+Of a log only the last LOG_LIMIT_BYTES are held and shown, in whole lines under their numbers. However many clients
 follow an attempt, one reader asks Ray for it; it ends when nobody asks. Logs of ended drivers are stored before Ray
 forgets them, each cluster by itself.
 """
@@ -22,7 +22,8 @@ from service.store.attempts import LogLocation, attempts_without_log, find_attem
 from service.store.database import Database, Sessions, utc_now
 from service.store.tables import Attempt
 
-DEFAULT_LOG_LIMIT_BYTES = 1 << 20
+LOG_LIMIT_BYTES = 1 << 20
+"""Shown and stored log of one attempt: its end; Ray keeps all of it on the driver's node."""
 _LOG_SETTLES_S = 2.0
 _LOG_GIVEN_UP_S = 600.0
 _WINDOW_FRESH_S = 0.3
@@ -40,10 +41,8 @@ class DriverLog(NamedTuple):
 class LogReader:
     """Reads the lines of any attempt's log, whether it runs or is over."""
 
-    def __init__(
-        self, database: Database, clusters: Clusters, *, limit_bytes: int = DEFAULT_LOG_LIMIT_BYTES
-    ) -> None:
-        self._database, self._clusters, self._limit_bytes = database, clusters, limit_bytes
+    def __init__(self, database: Database, clusters: Clusters) -> None:
+        self._database, self._clusters = database, clusters
         self._readers: dict[str, _AttemptLogReader] = {}
 
     async def lines(
@@ -76,7 +75,7 @@ class LogReader:
         """The reader of this attempt; above the limit the least recently used reader is stopped."""
         reader = self._readers.pop(attempt_id, None)
         if reader is None:
-            reader = _AttemptLogReader(self._clusters.of(cluster).ray, attempt_id, self._limit_bytes)
+            reader = _AttemptLogReader(self._clusters.of(cluster).ray, attempt_id, LOG_LIMIT_BYTES)
         self._readers[attempt_id] = reader
         while len(self._readers) > _READER_LIMIT:
             self._readers.pop(next(iter(self._readers))).stop()
@@ -133,11 +132,10 @@ class _AttemptLogReader:
 
 
 class LogKeeper:
-    """Stores the logs of drivers that have ended, their last `limit_bytes`."""
+    """Stores the logs of drivers that have ended, their last LOG_LIMIT_BYTES."""
 
-    def __init__(self, database: Sessions, clusters: Clusters, *, limit_bytes: int) -> None:
+    def __init__(self, database: Sessions, clusters: Clusters) -> None:
         self._database, self._clusters = database, clusters
-        self._limit_bytes = limit_bytes
         self._busy, self._looked_at = set[str](), -_LOG_SETTLES_S
 
     @property
@@ -176,8 +174,8 @@ class LogKeeper:
             self._busy.discard(cluster)
 
     async def last_log(self, attempt_id: str, cluster: str = DEFAULT_CLUSTER) -> DriverLog | None:
-        """The last `limit_bytes` of a driver's log in Ray now; None where Ray does not give it out."""
-        window = LogWindow(self._limit_bytes)
+        """The last LOG_LIMIT_BYTES of a driver's log in Ray now; None where Ray does not give it out."""
+        window = LogWindow(LOG_LIMIT_BYTES)
         try:
             async for piece in self._clusters.of(cluster).ray.read_log(attempt_id):
                 window.add(piece)

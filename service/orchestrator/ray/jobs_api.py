@@ -2,11 +2,20 @@
 
 Plain HTTP with timeouts instead of Ray's own client, which has none, needs a thread per call and imports all of Ray
 into the control plane. Submitting an id that Ray knows starts nothing twice. Nothing here touches the database.
+
+All of Ray's routes stand here and in no other module. Those below /api/v0 and /api/packages, and the names of log files,
+are not public, and any minor version may change them: tests/service/orchestrator/ray/test_ray_versions.py asks each
+version of TESTED_RAY for all of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping
+import contextlib
+import logging
+import math
+import re
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,11 +23,28 @@ import httpx
 
 from service.orchestrator.decisions.attempt_lifecycle import RayJob, RayState
 
+logger = logging.getLogger(__name__)
+TESTED_RAY = ((2, 59), (2, 60))
+"""Minor versions of Ray, ascending, with which all calls were tried. An older Ray is refused, a newer one told."""
 _AGENT_UNAVAILABLE_MARKS = ("No available agent", "ClientConnectorError", "ServerDisconnectedError")
 """Parts of the text that Ray's head answers (with status 500) while the agent of its node is not there."""
+CALL_TIMEOUT_S = 20.0
+"""Limit of one call to Ray, whose head may be starting a hundred actors meanwhile."""
+KUBERNETES_NODE_LABEL = "kubernetes.io/hostname"
+_NODE_ID_LABEL = "ray.io/node-id"
+_HEAD_RESOURCE = "node:__internal_head__"
 _LOG_TAIL_BYTES = 16 << 20
+_HOSTS_EVERY_S = 30.0
+"""Pause before Ray is asked again for the host name of a node that it did not name."""
 _FOLLOW_READ_TIMEOUT_S = 120.0
 """Longest silence of a followed log: a connection that is gone is silent too."""
+
+
+_FITTING = (
+    "Slotline works with Ray "
+    + " and ".join(f"{major}.{minor}" for major, minor in TESTED_RAY)
+    + ": give its nodes one of these"
+)
 
 
 class ClusterError(Exception):
@@ -31,24 +57,44 @@ class ClusterUnreachableError(ClusterError):
 
 @dataclass(frozen=True)
 class RayNode:
-    """A living node and its resources, by Ray resource name."""
+    """A living node and its resources, by Ray resource name; `host` is its host name (of a pod: the pod's)."""
 
     id: str
     address: str
     resources: Mapping[str, float]
+    host: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def kubernetes_node(self) -> str | None:
+        """The Kubernetes node of a Ray pod that says so by a label, as those of our chart do."""
+        return self.labels.get(KUBERNETES_NODE_LABEL) or None
+
+    @property
+    def is_head(self) -> bool:
+        """True for the node of Ray's head, where entrypoints without resources run."""
+        return _HEAD_RESOURCE in self.resources
+
+    @property
+    def name(self) -> str:
+        """The operators' name of the node, whichever pod or raylet is there: Kubernetes node, else host, else address."""
+        return self.kubernetes_node or self.host or self.address
 
 
 @dataclass(frozen=True)
 class ResourceUse:
-    """Resources in use, by Ray resource name; `name` is the placement group's, and empty for an actor outside of one."""
+    """Resources in use on one node, by Ray resource name; `name` is the placement group's, and empty for an actor outside
+    of one."""
 
     name: str
     resources: Mapping[str, float]
+    node_id: str = ""
 
 
 @dataclass(frozen=True)
 class RayJobSubmission:
-    """A Ray job to start: `env` are its environment variables, `resources` (by Ray's names) its entrypoint's own."""
+    """A Ray job to start: `env` are its environment variables, `resources` (by Ray's names) its entrypoint's own, which
+    does not run on the nodes `avoid` (Ray's ids)."""
 
     id: str
     entrypoint: str
@@ -57,6 +103,7 @@ class RayJobSubmission:
     working_dir: str | None = None
     pip: tuple[str, ...] = ()
     resources: Mapping[str, float] = field(default_factory=dict)
+    avoid: tuple[str, ...] = ()
 
 
 class Cluster(Protocol):
@@ -94,13 +141,15 @@ class RayCluster:
         self,
         address: str,
         *,
-        timeout_s: float = 20.0,
+        timeout_s: float = CALL_TIMEOUT_S,
         token: str | None = None,
         token_setting: str = "RAY_AUTH_TOKEN",
     ) -> None:
         self._token_setting = token_setting
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self.address, self._timeout_s = address, timeout_s
+        self._version: str | None = None
+        self._hosts, self._hosts_asked_at = dict[str, str](), -math.inf
         self._client = httpx.AsyncClient(
             base_url=address, timeout=timeout_s, headers=headers, trust_env=False
         )
@@ -123,6 +172,8 @@ class RayCluster:
             body["entrypoint_resources"] = others
         if "GPU" in submission.resources:
             body["entrypoint_num_gpus"] = submission.resources["GPU"]
+        if submission.avoid:
+            body["entrypoint_label_selector"] = {_NODE_ID_LABEL: f"!in({', '.join(submission.avoid)})"}
         response = await self._call("POST", "/api/jobs/", json=body, accept=(400, 500))
         if response.is_success:
             return
@@ -136,8 +187,9 @@ class RayCluster:
         response = await self._call("GET", f"/api/jobs/{submission_id}", accept=(404,))
         if response.status_code == 404:
             return RayJob(RayState.MISSING)
-        body = response.json()
-        return RayJob(RayState(body["status"]), body.get("message"), body.get("driver_exit_code"))
+        with self._reads("a job"):
+            body = response.json()
+            return RayJob(RayState(body["status"]), body.get("message"), body.get("driver_exit_code"))
 
     async def stop(self, submission_id: str) -> None:
         await self._call("POST", f"/api/jobs/{submission_id}/stop", accept=(400, 404, 500))
@@ -177,28 +229,45 @@ class RayCluster:
             ) from error
 
     async def nodes(self) -> list[RayNode]:
-        response = await self._call("GET", "/api/v0/nodes", params={"detail": "1", "limit": "10000"})
-        rows = response.json()["data"]["result"]["result"]
-        return [
-            RayNode(id=row["node_id"], address=row["node_ip"], resources=row["resources_total"])
-            for row in rows
-            if row["state"] == "ALIVE"
-        ]
+        await self._check_version()
+        with self._reads("nodes"):
+            alive = await self._list("nodes", "ALIVE")
+            hosts = await self._host_names([row["node_id"] for row in alive])
+            return [
+                RayNode(
+                    id=row["node_id"],
+                    address=row["node_ip"],
+                    resources=row["resources_total"],
+                    host=hosts.get(row["node_id"], ""),
+                    labels=row.get("labels") or {},
+                )
+                for row in alive
+            ]
+
+    async def _host_names(self, node_ids: Sequence[str]) -> Mapping[str, str]:
+        """Host names by node id, of nodes that Ray names; asked only when a node is new, as the answer is long."""
+        self._hosts = {node_id: self._hosts[node_id] for node_id in node_ids if node_id in self._hosts}
+        if len(self._hosts) == len(node_ids) or time.monotonic() - self._hosts_asked_at < _HOSTS_EVERY_S:
+            return self._hosts
+        self._hosts_asked_at = time.monotonic()
+        response = await self._call("GET", "/nodes", params={"view": "summary"}, accept=(404,))
+        if response.is_success:
+            for row in response.json()["data"]["summary"]:
+                raylet = row.get("raylet") or {}
+                self._hosts[raylet.get("nodeId", "")] = raylet.get("nodeManagerHostname", "")
+        return self._hosts
 
     async def resources_in_use(self) -> list[ResourceUse]:
-        groups = await self._list("placement_groups", "CREATED")
-        actors = await self._list("actors", "ALIVE")
-        return [
-            ResourceUse(
-                group.get("name") or "",
-                _sum_resources(bundle["unit_resources"] for bundle in group["bundles"]),
-            )
-            for group in groups
-        ] + [
-            ResourceUse("", actor["required_resources"])
-            for actor in actors
-            if actor["required_resources"] and not actor["placement_group_id"]
-        ]
+        with self._reads("placement groups and actors"):
+            return [
+                ResourceUse(group.get("name") or "", _sum_resources(parts), node_id)
+                for group in await self._list("placement_groups", "CREATED")
+                for node_id, parts in _resources_by_node(group["bundles"]).items()
+            ] + [
+                ResourceUse("", actor["required_resources"], actor.get("node_id") or "")
+                for actor in await self._list("actors", "ALIVE")
+                if actor["required_resources"] and not actor["placement_group_id"]
+            ]
 
     async def _list(self, kind: str, state: str) -> list[dict[str, Any]]:
         chosen = {"filter_keys": "state", "filter_predicates": "=", "filter_values": state}
@@ -206,6 +275,31 @@ class RayCluster:
             "GET", f"/api/v0/{kind}", params={"detail": "1", "limit": "10000", **chosen}
         )
         return response.json()["data"]["result"]["result"]
+
+    async def _check_version(self) -> None:
+        """Raise ClusterError for a Ray that is older than those that were tried. Asked once a connection."""
+        if self._version is not None:
+            return
+        with self._reads("version"):
+            version = str((await self._call("GET", "/api/version")).json()["ray_version"])
+        minor = re.match(r"(\d+)\.(\d+)", version)
+        found = (int(minor[1]), int(minor[2])) if minor else TESTED_RAY[-1]
+        if found < TESTED_RAY[0]:
+            raise ClusterError(f"Ray at {self.address} is {version}: {_FITTING}")
+        if found > TESTED_RAY[-1]:
+            logger.warning("Ray at %s is %s, which nobody tried: %s", self.address, version, _FITTING)
+        self._version = version
+
+    @contextlib.contextmanager
+    def _reads(self, what: str) -> Iterator[None]:
+        """ClusterError for an answer of another form than the versions that were tried give."""
+        try:
+            yield
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ClusterError(
+                f"Ray at {self.address} (version {self._version}) describes {what} in a way that is not understood "
+                f"({type(error).__name__}: {error}): {_FITTING}"
+            ) from error
 
     async def upload_package(self, name: str, content: bytes) -> str:
         path = f"/api/packages/gcs/{name}"
@@ -223,6 +317,7 @@ class RayCluster:
         try:
             response = await self._client.request(method, path, **kwargs)
         except httpx.HTTPError as error:
+            self._version = None  # another one may be started in its place
             raise ClusterUnreachableError(
                 f"Ray at {self.address} does not answer: {error or type(error).__name__}"
             ) from error
@@ -235,6 +330,13 @@ class RayCluster:
         if response.status_code >= 500:
             raise ClusterUnreachableError(f"Ray at {self.address} fails: {_error_text(response)}")
         raise ClusterError(f"Ray at {self.address} answered {response.status_code}: {_error_text(response)}")
+
+
+def _resources_by_node(bundles: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, float]]]:
+    parts: dict[str, list[Mapping[str, float]]] = {}
+    for bundle in bundles:
+        parts.setdefault(bundle.get("node_id") or "", []).append(bundle["unit_resources"])
+    return parts
 
 
 def _sum_resources(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:

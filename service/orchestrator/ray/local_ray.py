@@ -22,9 +22,8 @@ import subprocess
 import sys
 import time
 
-import httpx
-
 from service.orchestrator.decisions.attempt_lifecycle import RAY_RESOURCES
+from service.orchestrator.ray.jobs_api import ClusterError, RayCluster
 from service.settings.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -32,6 +31,7 @@ logger = logging.getLogger(__name__)
 # Below what Linux, macOS and Windows give to outgoing connections, beside Ray's workers (10002 to 19999)
 # and Kubernetes' node ports (from 30000): a port that the system itself chose ("bind to 0") is soon given
 # to an outgoing connection, and the server that was to have it cannot start.
+_OBJECT_STORE_BYTES = 128 << 20
 _PORT_RANGE = range(20000, 30000)
 _PORT_TRIES = 1000
 _START_LIMIT_S = 180.0
@@ -70,8 +70,7 @@ class LocalRay:
         return None if self._process is None else self._process.pid
 
     def _choose_ports(self) -> None:
-        dashboard, self._gcs_port, self._client_port = free_ports(3)
-        self._dashboard_port = self._settings.local_ray_port or dashboard
+        self._dashboard_port, self._gcs_port, self._client_port = free_ports(3)
         self.address = f"http://127.0.0.1:{self._dashboard_port}"
         self.gcs_address = f"127.0.0.1:{self._gcs_port}"
 
@@ -87,7 +86,7 @@ class LocalRay:
             "--dashboard-agent-listen-port=0",
             f"--ray-client-server-port={self._client_port}",
             "--metrics-export-port=0",
-            f"--object-store-memory={settings.local_object_store_bytes}",
+            f"--object-store-memory={_OBJECT_STORE_BYTES}",
             f"--resources={json.dumps({RAY_RESOURCES['cpu']: settings.local_workers})}",
             "--disable-usage-stats",
             "--include-log-monitor=false",
@@ -165,13 +164,15 @@ class LocalRay:
             env=self._environment(),
             start_new_session=True,  # Ctrl-C in the terminal is ours; we end Ray in order
         )
-        headers = {"Authorization": f"Bearer {self.token}"}
-        async with httpx.AsyncClient(headers=headers, timeout=5.0, trust_env=False) as client:
+        ray = RayCluster(self.address, timeout_s=5.0, token=self.token)
+        try:
             while process.returncode is None:
-                with contextlib.suppress(httpx.HTTPError):
-                    if await self._has_node(client):
+                with contextlib.suppress(ClusterError):
+                    if await ray.nodes():  # its node comes after the Jobs API serves
                         return None
                 await asyncio.sleep(0.1)
+        finally:
+            await ray.close()
         return process.returncode
 
     async def stop(self) -> None:
@@ -190,11 +191,6 @@ class LocalRay:
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
 
-    async def _has_node(self, client: httpx.AsyncClient) -> bool:
-        """True when Ray has its node, which comes after the Jobs API serves."""
-        response = await client.get(f"{self.address}/api/v0/nodes")
-        return response.is_success and response.json()["data"]["result"]["total"] > 0
-
     def _environment(self) -> dict[str, str]:
         environment = {
             **os.environ,
@@ -202,6 +198,7 @@ class LocalRay:
             "RAY_AUTH_TOKEN": self.token,
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # nothing moves elsewhere: end at once
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            "RAY_worker_niceness": "0",  # Ray gives 15: whatever else runs here would slow workers, and their profiles
         }
         # users' code runs in it, which must not see the secrets of the control plane
         cluster_tokens = [

@@ -48,6 +48,7 @@ class ExportTask(Task[ExportRequest, Mapping[str, Any]]):
 
     name = "export"
     concurrency = 16
+    limit_s = 7200.0  # a terabyte at 140 MB/s; where its process dies, the checkpoint cannot be deleted for this time
     error = ExportFailedError
 
     def key(self, request: ExportRequest, cluster: str) -> str:
@@ -73,8 +74,8 @@ class ExportTask(Task[ExportRequest, Mapping[str, Any]]):
 
     def timeout_message(self, began: bool) -> str:
         return (
-            f"it {'was written' if began else 'waited for the cluster'} for more than {self._limit_s:g} s and was ended: "
-            "ask again, or raise SLOTLINE_EXPORT_TIMEOUT_S"
+            f"it {'was written' if began else 'waited for the cluster'} for more than {self.limit_s:g} s and was ended: "
+            "ask again when the cluster is less busy"
         )
 
     def no_result_message(self, detail: str) -> str:
@@ -83,7 +84,7 @@ class ExportTask(Task[ExportRequest, Mapping[str, Any]]):
     async def _begin_reading(self, request: ExportRequest) -> str:
         """Keep others from deleting the checkpoint; without a step that may be any of the job's."""
         folders = None if request.step is None else [step_folder_name(request.step)]
-        limit_s = self._limit_s + _STORAGE_USE_SPARE_S
+        limit_s = self.limit_s + _STORAGE_USE_SPARE_S
         async with self._database.write() as session:
             return await begin_storage_use(
                 session, request.job, StorageUseKind.READING, folders, at=utc_now(), limit_s=limit_s
@@ -115,10 +116,11 @@ class RemovalTask(Task[FolderRemoval, RemovalResult]):
 
     name = "remove"
     concurrency = 16
+    limit_s = 600.0  # what is left then is deleted by the next one
     error = RemovalFailedError
 
-    def __init__(self, database: Sessions, clusters: Clusters, *, limit_s: float) -> None:
-        super().__init__(database, limit_s=limit_s)
+    def __init__(self, database: Sessions, clusters: Clusters) -> None:
+        super().__init__(database)
         self._clusters = clusters
 
     def key(self, request: FolderRemoval, cluster: str) -> str:
@@ -144,7 +146,7 @@ class RemovalTask(Task[FolderRemoval, RemovalResult]):
         return f"{runs} deletions are under way"
 
     def timeout_message(self, began: bool) -> str:
-        return f"it took more than {self._limit_s:g} s and was ended: ask again"
+        return f"it took more than {self.limit_s:g} s and was ended: ask again"
 
     def no_result_message(self, detail: str) -> str:
         return f"the process that deletes ended without a result ({detail})"
@@ -175,7 +177,7 @@ class RemovalTask(Task[FolderRemoval, RemovalResult]):
     async def _begin(
         self, job_id: str, folders: tuple[str, ...] | None, *, by: str, days: float | None = None
     ) -> PendingRemoval:
-        limit_s = self._limit_s + _STORAGE_USE_SPARE_S
+        limit_s = self.limit_s + _STORAGE_USE_SPARE_S
         async with self._database.write() as session:
             return await begin_removal(
                 session, job_id, folders, at=utc_now(), limit_s=limit_s, by=by, days=days

@@ -11,13 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from service.orchestrator.attempts.submit import working_dir_uri
 from service.orchestrator.decisions.attempt_lifecycle import RAY_RESOURCES, device_of
-from service.orchestrator.ray.clusters import Clusters, NamedCluster
+from service.orchestrator.ray.clusters import Clusters, NamedCluster, working_dir_uri
 from service.orchestrator.ray.jobs_api import ClusterError, RayJobSubmission
-from service.orchestrator.tasks.runner import (
-    Task,
-)
+from service.orchestrator.tasks.runner import ENVIRONMENT_LIMIT, Task
 from service.spec.job import stored_field
 from service.spec.principals import ANONYMOUS
 from service.store.database import Sessions, run_to_completion, utc_now
@@ -26,7 +23,8 @@ from service.store.secrets import spec_environment, spec_secret_names
 from worker.contract.costs import PROFILE_REQUEST_VARIABLE, PROFILE_RESULT_MARK, costs_digest
 from worker.contract.tasks import task_result
 
-_ENVIRONMENT_LIMIT = 100_000  # Linux takes 128 KiB for one variable
+PROFILE_LIMIT_S = 1200.0
+"""Limit of one measurement, the wait for its accelerator included: large models take minutes to build."""
 
 
 class ProfilingFailedError(ValueError):
@@ -35,7 +33,7 @@ class ProfilingFailedError(ValueError):
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """A job of `owner` (JSON of a JobSpec), to be measured with each of these numbers of microbatches."""
+    """A job of `owner` (JSON of a JobSpec), to be measured with each number of microbatches of `microbatch_counts`."""
 
     spec: Mapping[str, Any]
     microbatch_counts: Sequence[int]
@@ -60,10 +58,11 @@ class ProfileTask(Task[ProfileRequest, MeasuredCosts]):
     name = "profile"
     concurrency = 4
     queue_limit = 64
+    limit_s = PROFILE_LIMIT_S
     error = ProfilingFailedError
 
-    def __init__(self, database: Sessions, clusters: Clusters, *, limit_s: float) -> None:
-        super().__init__(database, limit_s=limit_s)
+    def __init__(self, database: Sessions, clusters: Clusters) -> None:
+        super().__init__(database)
         self._clusters = clusters
 
     def key(self, request: ProfileRequest, cluster: str) -> str:
@@ -90,8 +89,8 @@ class ProfileTask(Task[ProfileRequest, MeasuredCosts]):
 
     def timeout_message(self, began: bool) -> str:
         return (
-            f"one worker {'measured' if began else 'waited for a free accelerator'} for more than {self._limit_s:g} s "
-            "and was ended: ask again when the cluster is less busy, or raise SLOTLINE_PROFILE_TIMEOUT_S"
+            f"one worker {'measured' if began else 'waited for a free accelerator'} for more than {self.limit_s:g} s "
+            "and was ended: ask again when the cluster is less busy, or submit the job, which measures as it starts"
         )
 
     def no_result_message(self, detail: str) -> str:
@@ -114,9 +113,9 @@ class ProfileTask(Task[ProfileRequest, MeasuredCosts]):
         gang = sum(resources.get("workers") or [resources["workers_per_mesh"]] * (resources["meshes"] or 1))
         device = device_of(resources["device"], gang, capacity)
         request = json.dumps({"job": spec, "device": device})
-        if len(request) > _ENVIRONMENT_LIMIT:
+        if len(request) > ENVIRONMENT_LIMIT:
             raise ClusterError(
-                f"the job's specification has {len(request)} characters, more than the {_ENVIRONMENT_LIMIT} that can "
+                f"the job's specification has {len(request)} characters, more than the {ENVIRONMENT_LIMIT} that can "
                 "be handed to one worker: shorten its arguments, or submit the job, which plans it too"
             )
         workers_per_gpu = cluster.drivers.workers_per_gpu

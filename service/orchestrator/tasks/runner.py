@@ -18,6 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from enum import StrEnum
 from typing import ClassVar, Generic, TypeVar
 
@@ -38,11 +39,14 @@ from service.store.leases import (
     take_task_outcome,
     unique_process_name,
 )
+from service.store.node_states import node_marks
 
 logger = logging.getLogger(__name__)
 TASK_RENEWAL_S = 5.0
 TASK_POLL_S = 0.5
 TASK_LOG_SETTLES_S = 20.0
+ENVIRONMENT_LIMIT = 100_000
+"""Characters of a request in a variable: Linux takes 128 KiB for one."""
 
 RequestT = TypeVar("RequestT")
 ResultT = TypeVar("ResultT")
@@ -76,11 +80,13 @@ class Task(ABC, Generic[RequestT, ResultT]):
     """Runs of one control plane at once on one cluster."""
     queue_limit: ClassVar[int] = 0
     """Runs that may wait beyond these."""
+    limit_s: ClassVar[float]
+    """Limit of one run, the wait for its resources included."""
     error: ClassVar[type[Exception]]
     """The exception for a run that failed; its message says why and what to do."""
 
-    def __init__(self, database: Sessions, *, limit_s: float) -> None:
-        self._database, self._limit_s = database, limit_s
+    def __init__(self, database: Sessions) -> None:
+        self._database = database
 
     @abstractmethod
     def key(self, request: RequestT, cluster: str) -> str:
@@ -125,9 +131,12 @@ class Task(ABC, Generic[RequestT, ResultT]):
     async def run_in_ray(
         self, cluster: NamedCluster, submission: RayJobSubmission, read: Callable[[str], OutputT | None]
     ) -> OutputT:
-        """Run `submission` and return what `read` finds in its output. Raises `error` for every failure."""
+        """Run `submission`, on no node that takes no work, and return what `read` finds in its output. Raises `error` for
+        every failure."""
+        avoided = await run_to_completion(self._avoided(cluster, submission))
+        submission = replace(submission, avoid=tuple(dict.fromkeys((*submission.avoid, *avoided))))
         try:
-            return await run_ray_task(cluster.ray, submission, read, limit_s=self._limit_s)
+            return await run_ray_task(cluster.ray, submission, read, limit_s=self.limit_s)
         except TaskTimeoutError as error:
             raise self.error(self.timeout_message(error.began)) from None
         except NoTaskResultError as error:
@@ -136,6 +145,15 @@ class Task(ABC, Generic[RequestT, ResultT]):
             raise
         except Exception as error:  # a cluster that is away
             raise self.error(str(error) or type(error).__name__) from error
+
+    async def _avoided(self, cluster: NamedCluster, submission: RayJobSubmission) -> tuple[str, ...]:
+        """Ray's ids of the nodes that take no work. Without resources of its own, and nodes that it avoids, a task runs on
+        the head, as long as that takes work."""
+        async with self._database.read() as session:
+            marks = await node_marks(session, cluster.name)
+        avoided = cluster.left_out(marks)
+        on_head = not any(node.is_head and node.id in avoided for node in cluster.watcher.snapshot.nodes)
+        return () if on_head and not submission.resources and not submission.avoid else tuple(avoided)
 
 
 class TaskRunner(Generic[RequestT, ResultT]):

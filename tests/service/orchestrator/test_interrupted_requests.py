@@ -8,8 +8,8 @@ import logging
 import shutil
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -18,9 +18,10 @@ from sqlalchemy import make_url
 from service.spec.states import AttemptState
 from service.store.database import Database
 from service.store.leases import read_lease_status
-from tests.service.orchestrator.test_loop import SETTINGS, World
+from tests.polling import until_async
+from tests.service.orchestrator.test_loop import World
 
-LEASE_S = 2.0
+LEASE_S, SILENCE_LIMIT_S = 2.0, 5.0
 
 
 @dataclass
@@ -64,13 +65,7 @@ class Wire:
         writer.close()
 
 
-async def until(done: Callable[[], Awaitable[bool]], limit_s: float = 120.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not await done():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.05)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
 async def test_a_leader_that_is_cut_off_from_the_database_is_replaced_and_no_healthy_job_is_stopped(
     database: Database,
@@ -79,16 +74,19 @@ async def test_a_leader_that_is_cut_off_from_the_database_is_replaced_and_no_hea
     caplog: pytest.LogCaptureFixture,
 ):
     monkeypatch.setattr("service.orchestrator.attempts.watch._STOP_EVERY_S", 0.0)
-    settings = SETTINGS.model_copy(update={"lease_s": LEASE_S, "tick_s": 0.05, "silence_limit_s": 5.0})
+    monkeypatch.setattr("service.orchestrator.loop.LEASE_S", LEASE_S)
+    monkeypatch.setattr("service.orchestrator.loop.TICK_S", 0.05)
     wire, running = Wire(), list[asyncio.Task[None]]()
     url = make_url(database_url)
     async with wire.laid(str(url.query["host"])) as place:
         far = Database(str(url.set(query={"host": place})))
-        cut_off, other = World(far, settings), World(database, settings)
+        cut_off, other = World(far), World(database)
         other.cluster = cut_off.cluster
         other.restart()
         cluster = cut_off.cluster
         for world in (cut_off, other):
+            attempts = world.orchestrator.attempts
+            attempts.limits = replace(attempts.limits, silence_limit_s=SILENCE_LIMIT_S)
             await world.watcher.refresh()
         driving = asyncio.create_task(asyncio.sleep(0))
         try:
@@ -97,13 +95,13 @@ async def test_a_leader_that_is_cut_off_from_the_database_is_replaced_and_no_hea
             async def cut_off_leads() -> bool:
                 return cut_off.orchestrator.lease.token is not None
 
-            await until(cut_off_leads)
+            await until_async(cut_off_leads, every_s=0.05)
             job_id = await other.submit(pipeline={"stages": 2})
 
             async def started() -> bool:
                 return f"{job_id}-1" in cluster.submissions
 
-            await until(started)
+            await until_async(started, every_s=0.05)
 
             async def drive() -> None:
                 """The driver, which reaches a replica that is not cut off."""
@@ -120,22 +118,22 @@ async def test_a_leader_that_is_cut_off_from_the_database_is_replaced_and_no_hea
 
             began = time.monotonic()
             running.append(asyncio.create_task(other.orchestrator.run()))
-            await until(other_leads)
+            await until_async(other_leads, every_s=0.05)
             took_s = time.monotonic() - began
             later = await other.submit(pipeline={"stages": 2})
 
             async def later_started() -> bool:
                 return f"{later}-1" in cluster.submissions
 
-            await until(later_started)
-            await asyncio.sleep(settings.silence_limit_s)  # longer than a driver may be silent
+            await until_async(later_started, every_s=0.05)
+            await asyncio.sleep(SILENCE_LIMIT_S)  # longer than a driver may be silent
             with caplog.at_level(logging.WARNING, "service.store.leases"):
                 wire.whole.set()
 
                 async def stepped_down() -> bool:
                     return any("steps down" in record.getMessage() for record in caplog.records)
 
-                await until(stepped_down)
+                await until_async(stepped_down, every_s=0.05)
                 await asyncio.sleep(0.5)
             told = [record.getMessage() for record in caplog.records]
             assert sum(f"(term {first.token}), steps down" in line for line in told) == 1, told

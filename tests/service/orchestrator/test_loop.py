@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from service.orchestrator.attempts import watch
 from service.orchestrator.attempts.outcome import (
     Backoff,
     DriverReport,
@@ -22,7 +23,7 @@ from service.orchestrator.attempts.outcome import (
 from service.orchestrator.decisions import attempt_lifecycle
 from service.orchestrator.decisions.attempt_lifecycle import RayJob, RayState
 from service.orchestrator.loop import Orchestrator
-from service.orchestrator.ray.clusters import build_clusters
+from service.orchestrator.ray.clusters import DriverSettings, build_clusters
 from service.orchestrator.ray.driver_logs import LogReader, LogWindow
 from service.orchestrator.ray.jobs_api import RayNode
 from service.settings.settings import Settings
@@ -39,25 +40,30 @@ from service.store.transitions import lock_job
 from tests.service.conftest import create_job, job_body
 from tests.service.fake_cluster import FakeCluster, ask_at_once
 
-SETTINGS = Settings(
-    retry_backoff_s=0.0, cancel_grace_s=30, start_timeout_s=100, silence_limit_s=100, heartbeat_timeout_s=30
-)
+SETTINGS = Settings(start_timeout_s=100)
 
 
 class World:
     """A store, a cluster and an orchestrator, with the moves of users and drivers."""
 
-    def __init__(self, database: Database, settings: Settings = SETTINGS) -> None:
+    def __init__(
+        self, database: Database, settings: Settings = SETTINGS, *, cancel_grace_s: float = 30.0
+    ) -> None:
         self.database, self.settings, self.cluster = database, settings, FakeCluster()
+        self.cancel_grace_s, self.backoff = cancel_grace_s, Backoff(0.0, 0.0)
+        self.drivers = DriverSettings(python=sys.executable)
         self.restart()
 
     def restart(self) -> None:
         """A new control plane on the same store and cluster."""
         self.clusters = build_clusters(
-            self.settings, {"default": self.cluster}, refresh_s=600, python=sys.executable
+            self.settings, {"default": self.cluster}, refresh_s=600, default=self.drivers
         )
         self.watcher = self.clusters.of("default").watcher
         self.orchestrator = Orchestrator(self.settings, self.database, self.clusters)
+        attempts = self.orchestrator.attempts
+        attempts.backoff = self.backoff
+        attempts.limits = replace(attempts.limits, silence_limit_s=100.0, cancel_grace_s=self.cancel_grace_s)
 
     async def rounds(self, number: int = 1) -> None:
         for _ in range(number):
@@ -122,7 +128,7 @@ async def test_workers_that_share_a_gpu_count_as_accelerators(world: World):
             RayNode("b", "10.0.0.2", {"GPU": 1.0}),
         ]
 
-    world.settings = SETTINGS.model_copy(update={"workers_per_gpu": 4})
+    world.drivers = DriverSettings(workers_per_gpu=4)
     world.cluster.nodes = nodes
     world.restart()
     job_id = await world.submit()
@@ -335,8 +341,8 @@ async def test_the_pause_before_each_attempt_doubles_up_to_the_limit_that_was_se
     assert pauses == [3, 6, 12, 20, 20, 20]
 
 
-async def test_a_driver_that_is_lost_is_followed_after_the_pause_of_the_settings(world: World):
-    world.settings = SETTINGS.model_copy(update={"retry_backoff_s": 30.0, "retry_backoff_limit_s": 45.0})
+async def test_a_driver_that_is_lost_is_followed_after_a_pause_that_grows(world: World):
+    world.backoff = Backoff(30.0, 45.0)
     world.restart()
     world.orchestrator.attempts.limits = attempt_lifecycle.WatchLimits(report_grace_s=0.0)
     job_id = await world.start()
@@ -437,6 +443,19 @@ async def test_a_driver_that_ended_while_the_control_plane_was_away_is_noticed(w
     world.orchestrator.attempts.limits = attempt_lifecycle.WatchLimits(report_grace_s=0.0)
     await world.rounds(2)
     assert (await world.job(job_id)).reason == "DRIVER_LOST"
+
+
+async def test_where_ray_does_not_answer_either_silence_is_told_with_the_reason(world: World, monkeypatch):
+    monkeypatch.setattr(watch, "_ASK_EVERY_S", 0.0)
+    job_id = await world.start(retry={"infrastructure": 0})
+    async with world.database.write() as session:
+        (await find_attempt(session, f"{job_id}-1")).heartbeat_at = utc_now() - timedelta(seconds=60)
+    world.orchestrator.heartbeat.liveness.since -= 1000
+    world.cluster.away = True
+    await world.rounds(3)
+    async with world.database.read() as session:
+        silent = [event.message for event in await events_of(session, job_id) if event.kind == "silent"]
+    assert silent == ["no report for 30 s; the cluster is away"]
 
 
 async def test_silence_is_told_once_and_a_silent_driver_is_stopped_at_the_long_limit(world: World):

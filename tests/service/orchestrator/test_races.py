@@ -24,7 +24,8 @@ from service.store.database import Database, utc_now
 from service.store.events import events_of
 from service.store.transitions import TransitionError, lock_job
 from tests.service.conftest import somebody_waits
-from tests.service.orchestrator.test_loop import SETTINGS, World
+from tests.service.orchestrator.test_loop import World
+from tests.tiers import some_by_day
 
 BUSY = {JobState.STARTING, JobState.RUNNING, JobState.CANCELLING}
 
@@ -157,11 +158,12 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         monkeypatch.setattr(f"service.orchestrator.{name}", 0.0)
     database = Database(f"sqlite+aiosqlite:///{tmp_path / 'store.db'}")
     await database.start()
-    yield World(database, SETTINGS.model_copy(update={"cancel_grace_s": 0.0}))
+    monkeypatch.setattr("service.orchestrator.attempts.admit.CANCEL_GRACE_S", 0.0)
+    yield World(database, cancel_grace_s=0.0)
     await database.close()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@some_by_day("seed", range(6), by_day=2)
 async def test_whatever_happens_jobs_keep_their_accelerators_and_come_to_an_end(world: World, seed: int):
     chaos = Chaos(world, seed)
     await chaos.restart()
@@ -199,6 +201,26 @@ async def test_a_report_that_comes_twice_at_once_is_stored_once(shared: World):
     assert await asyncio.gather(*twice) == ["continue", "continue"]
     assert await note(shared, job_id) == 1
     assert (await shared.job(job_id)).state == "SUCCEEDED"
+
+
+async def test_a_submission_that_is_stored_while_its_driver_reports_waits_for_it_without_a_deadlock(
+    shared: World,
+):
+    """Ray started the driver, whose first report comes before the answer to its submission is stored."""
+    job_id = await shared.start()
+    async with shared.database.write() as session:
+        attempt = await find_attempt(session, f"{job_id}-1")
+        attempt.submitted_at = None
+    async with shared.database.write() as session:
+        job = await lock_job(session, job_id)
+        submitted = asyncio.create_task(shared.orchestrator.submitter.submit(attempt, job))
+        await somebody_waits(shared.database, [submitted])
+        reported = await find_attempt(session, f"{job_id}-1")
+        reported.heartbeat_at = utc_now()
+        await session.flush()
+    assert await submitted is None
+    async with shared.database.read() as session:
+        assert (await find_attempt(session, f"{job_id}-1")).submitted_at is not None
 
 
 async def test_a_report_that_waits_while_its_attempt_is_ended_is_refused(shared: World):

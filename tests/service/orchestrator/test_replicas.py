@@ -20,17 +20,16 @@ from service.store.database import Database, utc_now
 from service.store.events import events_of
 from service.store.leases import Lease, LeaseLostError, read_lease_status
 from service.store.tables import LeaseRow as Row
+from tests.polling import until_async
 from tests.service.fake_cluster import ask_at_once
-from tests.service.orchestrator.test_loop import SETTINGS, World
-
-LONG = SETTINGS.model_copy(update={"lease_s": 600.0})
+from tests.service.orchestrator.test_loop import World
 
 
 class Pair:
     """Two control planes: `first` orchestrates until the second has `taken_over`."""
 
     def __init__(self, database: Database, other: Database) -> None:
-        self.first, self.second = World(database, LONG), World(other, LONG)
+        self.first, self.second = World(database), World(other)
         self.cluster = self.second.cluster = self.first.cluster
         self.second.restart()
         for world in (self.first, self.second):
@@ -47,6 +46,7 @@ class Pair:
 @pytest.fixture
 async def pair(database: Database, database_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
     monkeypatch.setattr("service.orchestrator.attempts.watch._STOP_EVERY_S", 0.0)
+    monkeypatch.setattr("service.orchestrator.loop.LEASE_S", 600.0)
     other = Database(database_url)
     yield Pair(database, other)
     await other.close()
@@ -277,9 +277,7 @@ async def test_whoever_ends_in_order_lets_the_other_orchestrate_at_once(
 ):
     """As in a rolling upgrade: nobody waits for a lease that its holder has given back."""
     running = asyncio.create_task(pair.first.orchestrator.run())
-    async with asyncio.timeout(60):
-        while pair.first.orchestrator.lease.token is None:
-            await asyncio.sleep(0.01)
+    await until_async(lambda: pair.first.orchestrator.lease.token is not None)
     await pair.second.rounds()
     assert pair.second.orchestrator.lease.token is None
     with caplog.at_level(logging.WARNING):

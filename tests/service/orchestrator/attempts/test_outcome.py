@@ -16,6 +16,7 @@ from service.orchestrator.attempts.outcome import (
     StaleAttemptError,
     TimelineRecord,
     apply_report,
+    request_graceful_stop,
 )
 from service.spec.job import JobSpec
 from service.spec.states import AttemptState, JobState
@@ -54,6 +55,11 @@ class Store:
     async def fail(self, attempt_id: str, reason: Reason | None = Reason.WORKER_LOST) -> str:
         await self.report(attempt_id, 100, state=AttemptState.FAILED, reason=reason, message="why")
         return (await self.job()).state
+
+    async def ask_to_end(self, attempt_id: str) -> bool:
+        async with self.database.write() as session:
+            reason = Reason.PREEMPTED
+            return await request_graceful_stop(session, attempt_id, reason, "gives way", at=LATER)
 
     async def job(self) -> Job:
         async with self.database.read() as session:
@@ -243,3 +249,15 @@ async def test_a_success_is_one_with_its_message_also_where_the_job_is_being_can
     job = await one.job()
     assert command == "continue" and (await one.of(attempt)).state == "SUCCEEDED"
     assert (job.state, job.message, job.finished_at) == (JobState.SUCCEEDED, "10 steps", LATER)
+
+
+async def test_only_the_running_attempt_is_asked_to_end_and_once(one: Store):
+    ended = await one.attempt()
+    await one.fail(ended)
+    assert not await one.ask_to_end(ended)
+    running = await one.attempt()
+    assert not await one.ask_to_end(ended)
+    assert await one.ask_to_end(running)
+    assert not await one.ask_to_end(running)
+    assert (await one.of(ended)).end_asked_at is None
+    assert (await one.of(running)).end_asked_for == Reason.PREEMPTED

@@ -385,3 +385,33 @@ def test_no_job_starves_though_new_owners_come_for_ever(size: int, limited: bool
     if size > 1:
         without = run(mine, 8, until=80.0, newcomers=newcomers, rules=replace(RULES, patience_s=1e9))
         assert "mine" not in without, "or this test shows nothing"
+
+
+# Nodes that take no work
+
+
+def test_accelerators_of_nodes_that_take_no_work_come_back_to_nobody():
+    half_out = [holder("x", 6, left_out=4, until=200.0)]
+    assert started(decide([job("a", 2)], half_out)) == ["a"], "x has two of the four that count"
+    assert started(decide([job("a", 3)], half_out)) == []
+    large, small = job("large", 4, age=1), job("small", 2, age=2, longest_s=50.0)
+    assert started(decide([large, small], half_out)) == ["small"], (
+        "large starts when x ends, and small is over then"
+    )
+    assert started(decide([large, replace(small, longest_s=500.0)], half_out)) == []
+
+
+def test_a_job_on_nodes_that_take_no_work_gives_way_to_nobody():
+    held = [holder("out", 4, left_out=4, since=50.0), holder("here", 4, since=10.0)]
+    assert preempted(decide([job("urgent", 4, priority=5)], held)) == ["here"]
+
+
+def test_a_job_that_would_fit_with_the_nodes_that_take_no_work_waits_for_them_and_holds_nobody_up():
+    capacity = Capacity({"cpu": 8, "cuda": 0}, left_out={"cuda": 8}, marks=("n1 is draining (fan)",))
+    waiting = [job("any", 8, age=1, device="auto"), job("small", 1, age=2, device="cpu")]
+    wait, start = admit(waiting, [], capacity=capacity, quotas={}, now=100.0)
+    assert (wait.job_id, wait.reason) == ("any", "WAITS_FOR_ACCELERATORS"), "auto goes on waiting for GPUs"
+    assert "8 more on nodes that take none: n1 is draining (fan)" in wait.message
+    assert start == Start("small", "cpu")
+    (too_small,) = admit([job("any", 9, device="cuda")], [], capacity=capacity, quotas={}, now=100.0)
+    assert too_small.reason == "CLUSTER_TOO_SMALL"

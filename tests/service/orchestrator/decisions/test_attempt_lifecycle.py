@@ -347,6 +347,12 @@ def test_each_cause_has_its_own_retries():
     assert isinstance(after("PREEMPTED", ["PREEMPTED"] * 99), TryAgain)
 
 
+def test_an_illegal_address_is_the_accelerators_once_and_then_the_jobs_own():
+    assert isinstance(after("ILLEGAL_ADDRESS", ["WORKER_LOST"]), TryAgain)
+    assert isinstance(after("ILLEGAL_ADDRESS", ["ILLEGAL_ADDRESS"]), FailJob)
+    assert isinstance(after("ILLEGAL_ADDRESS", ["ILLEGAL_ADDRESS"], user=1), TryAgain)
+
+
 @pytest.mark.parametrize("limit", [0, 1, 3])
 def test_a_job_is_tried_again_as_often_as_it_asked_and_not_once_more(limit: int):
     for failures in range(limit):

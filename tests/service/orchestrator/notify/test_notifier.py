@@ -19,7 +19,7 @@ import pytest
 from sqlalchemy import select, update
 
 from service.orchestrator.notify import webhook
-from service.orchestrator.notify.notifier import Notifier
+from service.orchestrator.notify.notifier import DeliveryPolicy, Notifier
 from service.orchestrator.notify.webhook import WebhookSender, webhook_signature
 from service.settings.settings import Settings
 from service.spec.job import JobSpec
@@ -27,6 +27,7 @@ from service.store.database import Database, utc_now
 from service.store.jobs import cancel_job
 from service.store.secrets import SecretBox, delete_secret, store_secret
 from service.store.tables import Delivery, DeliveryState
+from tests.polling import until_async
 from tests.service.conftest import create_job, job_body
 
 KEY = "signing-key-of-ann"
@@ -70,14 +71,14 @@ async def receiver(*answers: int | None) -> AsyncIterator[Receiver]:
 
 def settings(tmp_path: Path, **changes: Any) -> Settings:
     # a key of its own: with a database that is given, none is made
-    given = {"data_dir": tmp_path, "secrets_key": "k" * 32, "webhooks_anywhere": True, "webhook_backoff_s": 0}
+    given = {"data_dir": tmp_path, "secrets_key": "k" * 32, "webhooks_anywhere": True}
     return Settings(**{**given, **changes})
 
 
 @asynccontextmanager
-async def notifier_of(database: Database, settings: Settings) -> AsyncIterator[Notifier]:
+async def notifier_of(database: Database, settings: Settings, **policy: float) -> AsyncIterator[Notifier]:
     """One that looks when a test says so."""
-    one = Notifier(settings, database)
+    one = Notifier(settings, database, DeliveryPolicy(**{"backoff_s": 0, **policy}))
     try:
         yield one
     finally:
@@ -149,8 +150,8 @@ def test_the_signature_is_the_one_that_the_libraries_of_standard_webhooks_check(
 
 
 async def test_what_fails_is_tried_again_later_and_given_up_at_a_limit(database: Database, tmp_path: Path):
-    given = settings(tmp_path, webhook_tries=4, webhook_backoff_s=10)
-    async with receiver(500, 302, 404) as one, notifier_of(database, given) as notifier:
+    given, policy = settings(tmp_path), {"tries": 4, "backoff_s": 10}
+    async with receiver(500, 302, 404) as one, notifier_of(database, given, **policy) as notifier:
         await submitted(database, given, one.url)
         pauses = []
         for tries in range(1, 5):
@@ -177,23 +178,19 @@ async def test_a_receiver_that_is_gone_is_not_asked_again(database: Database, tm
 
 
 async def test_one_that_hangs_holds_up_nobody_and_is_told_of_in_time(database: Database, tmp_path: Path):
-    given = settings(tmp_path, webhook_timeout_s=120)
-    async with receiver(None) as stuck, receiver() as well, notifier_of(database, given) as notifier:
-        for _ in range(80):  # more than there are places in all
+    given = settings(tmp_path)
+    slow = notifier_of(database, given, timeout_s=120)
+    async with receiver(None) as stuck, receiver() as well, slow as notifier:
+        for _ in range(8):
             await submitted(database, given, stuck.url)
-        for _ in range(25):
-            await notifier.send_due()
+        await notifier.send_due()
         await submitted(database, given, well.url)
         await notifier.send_due()
-        async with asyncio.timeout(60):
-            while not well.heard:
-                await asyncio.sleep(0.01)
-        assert len(stuck.heard) <= 4
+        await until_async(lambda: well.heard)
         async with database.write() as session:  # what it writes, it writes; nothing is locked meanwhile
             await cancel_job(session, await _a_job(database), at=utc_now())
-    quick = settings(tmp_path, webhook_timeout_s=0.2)
-    async with receiver(None) as stuck, notifier_of(database, quick) as notifier:
-        await submitted(database, quick, stuck.url)
+    async with receiver(None) as stuck, notifier_of(database, given, timeout_s=0.2) as notifier:
+        await submitted(database, given, stuck.url)
         await look(notifier)
         assert "no answer within 0.2 s" in {found.error for found in await deliveries(database)}
 
@@ -210,9 +207,7 @@ async def test_what_was_on_its_way_when_the_process_died_is_sent_by_the_next(
         async with notifier_of(database, given) as notifier:
             await submitted(database, given, one.url)
             await notifier.send_due()
-            async with asyncio.timeout(60):
-                while not one.heard:
-                    await asyncio.sleep(0.01)
+            await until_async(lambda: one.heard)
         async with notifier_of(database, given) as after:
             await look(after)
             assert len(one.heard) == 1, "it may still be on its way from the other one"
@@ -303,8 +298,8 @@ async def test_a_secret_that_is_gone_is_told_and_never_shown(
     database: Database, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level(logging.DEBUG)
-    given = settings(tmp_path, webhook_tries=1)
-    async with receiver() as one, notifier_of(database, given) as notifier:
+    given = settings(tmp_path)
+    async with receiver() as one, notifier_of(database, given, tries=1) as notifier:
         await submitted(database, given, one.url)
         await look(notifier)
         async with database.write() as session:

@@ -8,7 +8,7 @@ from service.orchestrator.ray.clusters import ClusterWatcher
 from service.orchestrator.ray.jobs_api import RayNode, ResourceUse
 from service.spec.states import AttemptState
 from tests.service.fake_cluster import FakeCluster
-from tests.service.orchestrator.test_loop import SETTINGS, World, world
+from tests.service.orchestrator.test_loop import World, world
 from worker.contract.job import placement_group_name
 from worker.contract.reasons import Cause, Reason
 
@@ -83,4 +83,3 @@ async def test_a_part_of_a_gpu_is_counted_as_the_workers_that_it_could_serve():
     await watcher.refresh()
     assert watcher.others([]) == {"cpu": 0, "cuda": 3}
     assert replace(watcher.capacity, others=watcher.others([])).total == {"cpu": 0, "cuda": 6}
-    assert SETTINGS.workers_per_gpu == 1

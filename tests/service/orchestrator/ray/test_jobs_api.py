@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import httpx
 import pytest
+from ray._private.label_utils import validate_label_selector_value
 
 from service.orchestrator.ray.jobs_api import (
+    KUBERNETES_NODE_LABEL,
     ClusterError,
     ClusterUnreachableError,
     RayCluster,
     RayJobSubmission,
+    RayNode,
+    ResourceUse,
 )
 
 SUBMISSION = RayJobSubmission("job-1", "python -m worker.driver", {}, {})
@@ -51,3 +58,81 @@ async def test_any_other_failure_is_a_refusal_in_rays_last_words(status: int):
 
 async def test_a_submission_that_ray_has_already_is_a_success():
     await cluster(httpx.Response(500, text="already exists"), known=True).submit(SUBMISSION)
+
+
+@pytest.mark.parametrize(
+    ("avoid", "selector"),
+    [((), None), (("a1",), {"ray.io/node-id": "!in(a1)"}), (("a1", "b2"), {"ray.io/node-id": "!in(a1, b2)"})],
+)
+async def test_an_entrypoint_is_kept_off_nodes_by_rays_label_of_their_ids(avoid, selector):
+    bodies = []
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        bodies.append(json.loads(request.content))
+        return httpx.Response(200)
+
+    ray = RayCluster("http://ray")
+    ray._client = httpx.AsyncClient(base_url="http://ray", transport=httpx.MockTransport(respond))
+    await ray.submit(replace(SUBMISSION, avoid=avoid))
+    (body,) = bodies
+    assert body.get("entrypoint_label_selector") == selector
+    for value in (selector or {}).values():
+        assert validate_label_selector_value(value) is None, "Ray takes it"
+
+
+def ray_with(nodes: list[dict], asked: list[str]) -> RayCluster:
+    """A Ray with these living nodes, one placement group and one actor, in the words of Ray's API."""
+    groups = [
+        {
+            "name": "ours",
+            "bundles": [
+                {"unit_resources": {"GPU": 1.0}, "node_id": node_id} for node_id in ("id-1", "id-2", "id-1")
+            ],
+        }
+    ]
+    actors = [{"required_resources": {"GPU": 0.5}, "placement_group_id": "", "node_id": "id-2"}]
+    rows = {"/api/v0/nodes": nodes, "/api/v0/placement_groups": groups, "/api/v0/actors": actors}
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        if request.url.path == "/api/version":
+            return httpx.Response(200, json={"ray_version": "2.60.0"})
+        if request.url.path == "/nodes":
+            raylets = [
+                {"nodeId": row["node_id"], "nodeManagerHostname": f"h-{row['node_id']}"} for row in nodes
+            ]
+            summary = [{"hostname": "of its agent", "raylet": raylet} for raylet in raylets]
+            return httpx.Response(200, json={"data": {"summary": summary}})
+        listed = rows[request.url.path]
+        if request.url.path == "/api/v0/nodes":
+            listed = [row for row in nodes if row["state"] == request.url.params["filter_values"]]
+        return httpx.Response(200, json={"data": {"result": {"result": listed}}})
+
+    made = RayCluster("http://ray")
+    made._client = httpx.AsyncClient(base_url="http://ray", transport=httpx.MockTransport(respond))
+    return made
+
+
+def ray_node(number: int, **changes: object) -> dict:
+    base = {"node_id": f"id-{number}", "node_ip": f"10.0.0.{number}", "state": "ALIVE", "labels": {}}
+    return {**base, "resources_total": {"GPU": 8.0}, **changes}
+
+
+async def test_nodes_have_the_name_of_their_kubernetes_node_or_host_and_hosts_are_asked_once():
+    asked: list[str] = []
+    nodes = [ray_node(1, labels={KUBERNETES_NODE_LABEL: "gpu-1"}), ray_node(2), ray_node(3, state="DEAD")]
+    ray = ray_with(nodes, asked)
+    for _ in range(2):
+        first, second = await ray.nodes()
+    assert (first.name, first.host, second.name) == ("gpu-1", "h-id-1", "h-id-2")
+    assert asked.count("/nodes") == 1, "it is a long answer"
+    assert RayNode("id-4", "10.0.0.4", {}).name == "10.0.0.4", "where Ray names no host"
+
+
+async def test_what_is_in_use_is_told_node_by_node():
+    used = await ray_with([], []).resources_in_use()
+    assert used == [
+        ResourceUse("ours", {"GPU": 2.0}, "id-1"),
+        ResourceUse("ours", {"GPU": 1.0}, "id-2"),
+        ResourceUse("", {"GPU": 0.5}, "id-2"),
+    ]

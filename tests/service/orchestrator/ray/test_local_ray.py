@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import itertools
 import json
 import os
-import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
 import uuid
-import zipfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -28,13 +25,14 @@ from service.orchestrator.ray.jobs_api import (
     ClusterError,
     ClusterUnreachableError,
     RayCluster,
-    RayJobSubmission,
 )
 from service.orchestrator.ray.local_ray import LocalRay, free_ports
 from service.settings.settings import Settings
+from tests.polling import until, until_async
 from tests.service.conftest import job_body
+from tests.service.orchestrator.ray.contract import answers_all_that_is_asked, ended, submission
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 PYTHON = sys.executable
 
 
@@ -62,19 +60,6 @@ def gone(text: str, limit_s: float = 100.0) -> bool:
     return True
 
 
-async def ended(cluster: RayCluster, submission_id: str, limit_s: float = 150.0):
-    async with asyncio.timeout(limit_s):
-        while not (job := await cluster.job(submission_id)).state.ended:
-            await asyncio.sleep(0.2)
-    return job
-
-
-def submission(name: str, code: str, **changes) -> RayJobSubmission:
-    return RayJobSubmission(
-        name, f"{PYTHON} -c {code!r}", {"GREETING": "hello"}, {"slotline_job": name}, **changes
-    )
-
-
 async def test_everything_that_the_orchestrator_asks_of_ray(monkeypatch):
     monkeypatch.setenv("SLOTLINE_API_TOKEN", "of-the-control-plane")
     monkeypatch.setenv("SLOTLINE_DATABASE_URL", "postgresql://of-the-control-plane/x")
@@ -83,81 +68,16 @@ async def test_everything_that_the_orchestrator_asks_of_ray(monkeypatch):
     await local.start()
     cluster = RayCluster(local.address, timeout_s=60, token=local.token)
     try:
-        (node,) = await cluster.nodes()
-        assert node.resources["slotline_worker"] == 3
-
-        first = submission("first", "import os; print(os.environ['GREETING'], 42)")
-        await cluster.submit(first)
-        await cluster.submit(first)  # a repeated start is one start
-        sleeper = submission("sleeper", "import time; time.sleep(1000)")
-        await cluster.submit(sleeper)
-        assert (await ended(cluster, "first")).state is RayState.SUCCEEDED
-        assert (await cluster.log("first")).count("hello 42") == 1
-
-        talker = "import time; print('x' * 200_000); time.sleep(2); print('late', 'words'); time.sleep(1000)"
-        await cluster.submit(RayJobSubmission("talker", f"{PYTHON} -u -c {talker!r}", {}, {}))
-        while (await cluster.job("talker")).state is RayState.PENDING:
-            await asyncio.sleep(0.1)
-        heard = bytearray()
-        async with asyncio.timeout(60):
-            async for piece in cluster.read_log("talker", follow=True):  # in pieces, and on while it prints
-                heard += piece
-                if b"late words" in heard:
-                    break
-        assert heard.count(b"x" * 200_000) == 1
-        assert "late words" in await cluster.log("talker")
-        await cluster.stop("talker")
-
-        holder = (
-            "import ray, time; from ray.util.placement_group import placement_group as group; ray.init()\n"
-            "one = group([{'slotline_worker': 1.0}] * 2, name='slotline-mine'); ray.get(one.ready())\n"
-            "never = group([{'slotline_worker': 9.0}]); print('is', 'held', flush=True); time.sleep(1000)"
-        )
-        await cluster.submit(RayJobSubmission("holder", f"{PYTHON} -u -c {shlex.quote(holder)}", {}, {}))
-        async with asyncio.timeout(100):
-            while "is held" not in await cluster.log("holder"):
-                await asyncio.sleep(0.2)
-        await cluster.submit(
-            RayJobSubmission("one", "sleep 1000", {}, {}, resources={"slotline_worker": 1.0})
-        )  # as a worker that measures a job
-        while (await cluster.job("one")).state is RayState.PENDING:
-            await asyncio.sleep(0.1)
-        held = [(one.name, dict(one.resources)) for one in await cluster.resources_in_use()]
-        assert sorted(held) == [("", {"slotline_worker": 1.0}), ("slotline-mine", {"slotline_worker": 2.0})]
-        await cluster.stop("holder")
-        await cluster.stop("one")
+        await answers_all_that_is_asked(cluster, PYTHON)
 
         secrets = "import os; print('secrets:', [k for k, v in os.environ.items() if 'of-the-control' in v])"
-        await cluster.submit(submission("curious", secrets))
+        await cluster.submit(submission(PYTHON, "curious", secrets))
         assert (await ended(cluster, "curious")).state is RayState.SUCCEEDED
         assert "secrets: []" in await cluster.log("curious")
 
-        await cluster.submit(submission("broken", "import sys; print('last words'); sys.exit(3)"))
-        broken = await ended(cluster, "broken")
-        assert (broken.state, broken.exit_code) == (RayState.FAILED, 3)
-
-        while (await cluster.job("sleeper")).state is not RayState.RUNNING:
-            await asyncio.sleep(0.1)
-        await cluster.stop("sleeper")
-        assert (await ended(cluster, "sleeper")).state is RayState.STOPPED
-        await cluster.stop("sleeper")
-
-        await cluster.stop("unknown")
-        assert (await cluster.job("unknown")).state is RayState.MISSING
-        assert await cluster.log("unknown") == ""
-
-        buffer = io.BytesIO()
-        with zipfile.ZipFile(buffer, "w") as archive:
-            archive.writestr("mine/__init__.py", "answer = 'from the package'\n")
-        uris = [await cluster.upload_package("_ray_pkg_0123.zip", buffer.getvalue()) for _ in range(2)]
-        assert uris[0] == uris[1]
-        await cluster.submit(submission("code", "import mine; print(mine.answer)", working_dir=uris[0]))
-        assert (await ended(cluster, "code")).state is RayState.SUCCEEDED
-        assert "from the package" in await cluster.log("code")
-
         neighbour = RayCluster(other.address, timeout_s=60, token=other.token)
         assert (await neighbour.job("first")).state is RayState.MISSING
-        await neighbour.submit(submission("first", "print('the other one')"))
+        await neighbour.submit(submission(PYTHON, "first", "print('the other one')"))
         assert (await ended(neighbour, "first")).state is RayState.SUCCEEDED
         await neighbour.close()
 
@@ -258,8 +178,7 @@ async def ready_server(tmp_path: Path) -> AsyncIterator[tuple[subprocess.Popen, 
 async def test_a_server_that_is_interrupted_leaves_no_process_behind(ready_server):
     process, url, mark = ready_server
     job_id = httpx.post(f"{url}/api/v1/jobs", json=job_body(), timeout=60).json()["id"]
-    while not httpx.get(f"{url}/api/v1/jobs/{job_id}", timeout=60).json()["attempts"]:
-        time.sleep(0.1)
+    until(lambda: httpx.get(f"{url}/api/v1/jobs/{job_id}", timeout=60).json()["attempts"], every_s=0.1)
     assert len(processes_with(mark)) > 3
     with httpx.stream(
         "GET", f"{url}/api/v1/jobs/{job_id}/events", headers={"Accept": "text/event-stream"}, timeout=60
@@ -278,7 +197,7 @@ def heads(mark: str) -> list[int]:
 async def test_a_local_ray_that_dies_is_started_again_and_takes_work(tmp_path: Path, monkeypatch):
     mark = uuid.uuid4().hex
     monkeypatch.setenv("SLOTLINE_TEST_MARK", mark)
-    settings = Settings(data_dir=tmp_path, database_url="", cluster_refresh_s=0.5)
+    settings = Settings(data_dir=tmp_path, database_url="")
     async with run_control_plane(settings) as service, asyncio.timeout(300):
         while not service.cluster.snapshot.nodes:
             await asyncio.sleep(0.1)
@@ -306,9 +225,7 @@ async def test_a_ray_that_cannot_live_is_started_again_after_longer_and_longer(m
     monkeypatch.setattr(local, "_start_once", started)
     await started()
     keeping = asyncio.create_task(local.keep())
-    async with asyncio.timeout(30):
-        while len(starts) < 6:
-            await asyncio.sleep(0.01)
+    await until_async(lambda: len(starts) >= 6, limit_s=30)
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)
     await local.stop()
