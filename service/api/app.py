@@ -12,14 +12,28 @@ from fastapi.openapi.utils import get_openapi
 
 from service.api import auth, errors
 from service.api.errors import PROBLEM_MEDIA_TYPE
-from service.api.middleware import BodyLimit, LocalOriginsOnly, RequestTiming, RequestTracing, allowed_hosts
+from service.api.middleware import (
+    BODY_LIMIT_BYTES,
+    JOB_LIMIT_BYTES,
+    PLAN_LIMIT_BYTES,
+    BodyLimit,
+    LocalOriginsOnly,
+    RequestTiming,
+    RequestTracing,
+    allowed_hosts,
+)
 from service.api.pages import router as pages
 from service.api.routers import OTHER_ROUTERS, USER_ROUTERS
+from service.jobs.artifacts import PACKAGE_LIMIT_BYTES
 from service.jobs.service import Service
-from service.schemas.jobs import Problem
+from service.schemas.system import Problem
 from service.settings.settings import Settings
 
 _BEARER_SCHEME = {"type": "http", "scheme": "bearer"}
+_SECURITY_SCHEMES = {
+    "user": {**_BEARER_SCHEME, "description": "A user's API token, made by slotline token"},
+    "attempt": {**_BEARER_SCHEME, "description": "The token of an attempt, which only its driver has"},
+}
 
 
 def create_app(settings: Settings, serving: Callable[[], AbstractAsyncContextManager[Service]]) -> FastAPI:
@@ -54,14 +68,13 @@ def _add_middleware(app: FastAPI, settings: Settings) -> None:
     """The last that is added is the outermost."""
     app.add_middleware(
         BodyLimit,
-        limit_bytes=settings.body_limit_bytes,
+        limit_bytes=BODY_LIMIT_BYTES,
         limits={
-            "/api/v1/packages": settings.package_limit_bytes + 65536,
-            "/api/v1/jobs": min(settings.job_limit_bytes, settings.body_limit_bytes),
-            "/api/v1/plans/job": min(settings.job_limit_bytes, settings.body_limit_bytes),
-            "/api/v1/plans": min(settings.plan_limit_bytes, settings.body_limit_bytes),
+            "/api/v1/packages": PACKAGE_LIMIT_BYTES + 65536,
+            "/api/v1/jobs": JOB_LIMIT_BYTES,
+            "/api/v1/plans/job": JOB_LIMIT_BYTES,
+            "/api/v1/plans": PLAN_LIMIT_BYTES,
         },
-        timeout_s=settings.body_timeout_s,
     )
     app.add_middleware(RequestTracing)
     if (names := allowed_hosts(settings)) is not None:
@@ -98,7 +111,7 @@ def _openapi_document(app: FastAPI, authenticates: bool) -> dict[str, Any]:
     schemas["Problem"] = Problem.model_json_schema()
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
-    components["securitySchemes"] = {"user": _BEARER_SCHEME, "attempt": _BEARER_SCHEME}
+    components["securitySchemes"] = _SECURITY_SCHEMES
     for path, operations in document["paths"].items():
         for operation in operations.values():
             if path.startswith("/api/v1/attempts/"):

@@ -36,6 +36,8 @@ from service.store.tables import Attempt
 _VIEWER_ROUTES = (
     ("GET", "/"),
     ("GET", "/cluster"),
+    ("GET", "/compare"),
+    ("GET", "/docs"),
     ("GET", "/jobs/{job_id}"),
     ("GET", "/jobs/{job_id}/choice"),
     ("GET", "/jobs/{job_id}/gaps"),
@@ -56,6 +58,7 @@ _VIEWER_ROUTES = (
     ("GET", "/api/v1/jobs/{job_id}/steps"),
     ("GET", "/api/v1/jobs/{job_id}/timeline"),
     ("GET", "/api/v1/jobs/{job_id}/why"),
+    ("GET", "/api/v1/nodes"),
     ("GET", "/api/v1/plans/named"),
     ("GET", "/api/v1/plans/named/{name}"),
     ("GET", "/api/v1/queues"),
@@ -79,6 +82,7 @@ _SUBMITTER_ROUTES = (
     ("DELETE", "/api/v1/secrets/{name}"),
 )
 _OPERATOR_ROUTES = (
+    ("PUT", "/api/v1/nodes/{name}"),
     ("PUT", "/api/v1/queues/{name}/quota"),
     ("DELETE", "/api/v1/queues/{name}/quota"),
 )
@@ -145,7 +149,9 @@ async def require_driver(attempt_id: str, request: Request, service: CurrentServ
     token = _bearer_token(request)
     if token is None or attempt is None or not _same_secret(token, attempt.token):
         raise ProblemError(
-            401, "the attempt's token is needed: send the SLOTLINE_ATTEMPT_TOKEN that the driver was given"
+            401,
+            "the attempt's token is needed: SLOTLINE_ATTEMPT_TOKEN, and once it is exchanged the one that the driver made; "
+            "where a driver is refused at its first call, somebody else made the exchange: retry the job",
         )
     request.scope[_ADMITTED] = attempt
     return attempt

@@ -19,7 +19,7 @@ from starlette.requests import HTTPConnection
 
 from service.jobs.problems import ProblemError
 from service.jobs.service import RunWork, Service
-from service.spec.job import JOB_ID_PATTERN
+from service.spec.names import JOB_ID_PATTERN
 
 JobId = Annotated[str, Path(pattern=JOB_ID_PATTERN, description="A job's id, e.g. job-k3j9x2abcd")]
 

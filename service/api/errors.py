@@ -6,28 +6,26 @@ Text that is no valid Unicode is escaped, not refused.
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, get_args
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from starlette.exceptions import HTTPException
 
+from service.api.pages.router import is_for_a_reader, missing_page
 from service.jobs.problems import ProblemCode, ProblemError
 from service.orchestrator.attempts.outcome import StaleAttemptError
 from service.orchestrator.planning.pool import PlannerBusyError, PlanRefusedError, PlanTimeoutError
 from service.orchestrator.ray.jobs_api import ClusterError
-from service.spec.job import JobSpec
+from service.spec.field_errors import field_errors
 from service.store.transitions import TransitionError
 
 _CODE_OF_STATUS = {
@@ -52,11 +50,6 @@ def code_of(status: int) -> ProblemCode:
 logger = logging.getLogger(__name__)
 
 PROBLEM_MEDIA_TYPE = "application/problem+json"
-_VALUE_LIMIT = 200
-_INLINE_VALUE_LIMIT = 80  # longer ones stand in `errors` only
-_ERRORS_SHOWN = 50  # each unknown name is compared with all known ones
-_UNION_TAG = re.compile(r"(list|dict|literal|function-\w+|constrained-\w+|tagged-\w+)\[.*\]", re.DOTALL)
-"""Pydantic's name, in the location of an error, for one of a field's several forms. No name of ours has brackets."""
 _UNREADABLE = "There was an error parsing the body"  # FastAPI's words
 
 
@@ -135,6 +128,8 @@ def install_error_handlers(app: FastAPI) -> None:
     async def http(request: Request, error: HTTPException) -> Response:
         if error.status_code == 400 and error.detail == _UNREADABLE:
             return problem_response(422, "the body is not JSON in UTF-8: send it so")
+        if error.status_code == 404 and is_for_a_reader(request):
+            return missing_page(request)
         headers = dict(error.headers or {})
         if error.status_code == 405:
             headers["Allow"] = ", ".join(_allowed_methods(request, headers.get("Allow")))
@@ -142,11 +137,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         details = error.errors()
-        errors = [_field_error(detail) for detail in details[:_ERRORS_SHOWN]]
-        errors = [shown for k, shown in enumerate(errors) if shown not in errors[:k]]
-        message = "; ".join(f"{shown['field']}: {shown['message']}" for shown in errors)
-        if len(details) > len(errors):
-            message += f"; and {len(details) - len(errors)} more"
+        errors, message = field_errors(details)
         return problem_response(422, message, errors=errors)
 
     async def no_database(request: Request, error: DBAPIError) -> Response:
@@ -198,75 +189,3 @@ def _allowed_methods(request: Request, named: str | None) -> list[str]:
         if re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", path), request.url.path):
             methods |= {method.upper() for method in operations}
     return sorted(methods)
-
-
-def _field_error(error: Mapping[str, Any]) -> dict[str, Any]:
-    where, *path = error["loc"] or ("body",)
-    path = [part for part in path if not _UNION_TAG.fullmatch(str(part))]
-    field = ".".join(str(part) for part in path) or str(where)
-    message = str(error["msg"]).removeprefix("Value error, ")
-    if error["type"] == "extra_forbidden":
-        message = _unknown_field(path)
-    elif error["type"] == "missing":
-        return {"field": field, "value": None, "message": "is missing: give it"}
-    elif error["type"] in ("model_attributes_type", "dict_type", "model_type") and not path:
-        message = "is no JSON object: send one, with Content-Type: application/json"
-    elif error["type"] == "string_pattern_mismatch" and field.endswith("factory"):
-        message = "is no import path: write package.module:attribute"
-    elif error["type"] == "string_pattern_mismatch" and field in ("name", "queue"):
-        message = "is no name: begin with a letter or digit, go on with letters, digits, '.', '_' and '-'"
-    elif error["type"] == "json_invalid":
-        field, message = "body", f"is not JSON: {error.get('ctx', {}).get('error', 'syntax error')}"
-    return {
-        "field": field,
-        "value": _json_value(error.get("input")),
-        "message": message + _refused_value(error),
-    }
-
-
-def _refused_value(error: Mapping[str, Any]) -> str:
-    """The value that a rule of a type refused, where it is short; our own rules name what they refuse themselves."""
-    if error["type"] in (
-        "value_error",
-        "assertion_error",
-        "extra_forbidden",
-        "json_invalid",
-        "finite_number",
-    ):
-        return ""
-    shown = json.dumps(error.get("input"), default=str, ensure_ascii=False)
-    return f", not {shown}" if len(shown) <= _INLINE_VALUE_LIMIT else ""
-
-
-def _unknown_field(path: Sequence[Any]) -> str:
-    known = sorted(_fields_at(JobSpec, path[:-1]))
-    unknown = str(path[-1]) if path else ""
-    begun = [
-        name for name in known if unknown and name.startswith(f"{unknown}_")
-    ]  # every for every_steps, not keep_every
-    near = begun or (difflib.get_close_matches(unknown, known, n=1) if path else [])
-    if near:
-        return f"unknown field: did you mean {near[0]}?"
-    known_here = f"; known here: {', '.join(known)}" if known else ""
-    return f"unknown field: remove it{known_here}"
-
-
-def _fields_at(model: type[BaseModel], path: Sequence[Any]) -> set[str]:
-    """Names of the fields of a job specification below `path`; empty where the path is not of a job."""
-    for part in path:
-        field = model.model_fields.get(str(part))
-        kinds = (field.annotation, *get_args(field.annotation)) if field else ()  # also X of `X | None`
-        inner = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
-        if inner is None:
-            return set()
-        model = inner
-    return set(model.model_fields)
-
-
-def _json_value(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # JSON has no such number
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return text if len(text) <= _VALUE_LIMIT else f"{text[:_VALUE_LIMIT]}..."

@@ -7,6 +7,7 @@ that this process has of itself follow (observability/instruments.py).
 from __future__ import annotations
 
 import platform
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,11 +18,12 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from service.jobs.clusters import list_nodes
 from service.jobs.metrics import WAIT_BUCKETS_S, JobMetrics, read_job_metrics
 from service.jobs.service import Service
 from service.observability import instruments
 from service.orchestrator.planning.pool import PlannerLoad
-from service.orchestrator.ray.clusters import Clusters
+from service.schemas.clusters import NodeView
 from service.store.database import utc_now
 from service.store.leases import read_lease_status
 from service.store.queues import ControlPlaneCounts, count_jobs_and_attempts
@@ -39,7 +41,7 @@ async def scrape(service: Service) -> bytes:
         service.planner.load,
         leads=service.leads(),
         lease_left_s=-1.0 if lease is None else lease.left_s,
-        clusters=_cluster_gauges(service.clusters),
+        clusters=await _cluster_gauges(service),
     )
     return exposition(counts, jobs, process)
 
@@ -52,16 +54,19 @@ class ClusterGauge:
     up: bool
     nodes: int
     accelerators: Mapping[str, int]
+    node_views: Sequence[NodeView] = ()
 
 
-def _cluster_gauges(clusters: Clusters) -> list[ClusterGauge]:
+async def _cluster_gauges(service: Service) -> list[ClusterGauge]:
     """A gauge for each cluster; one that is away has no nodes and accelerators, as they are not known."""
     gauges = []
-    for cluster in clusters:
+    views = (await list_nodes(service, None)).items
+    for cluster in service.clusters:
         capacity = cluster.watcher.capacity
         nodes = 0 if capacity is None else len(cluster.watcher.snapshot.nodes)
         accelerators = {} if capacity is None else capacity.total
-        gauges.append(ClusterGauge(cluster.name, capacity is not None, nodes, accelerators))
+        of_it = [] if capacity is None else [view for view in views if view.cluster == cluster.name]
+        gauges.append(ClusterGauge(cluster.name, capacity is not None, nodes, accelerators, of_it))
     return gauges
 
 
@@ -146,7 +151,33 @@ class _ClusterCollector(Collector):
                 nodes.add_metric([cluster.name], cluster.nodes)
             for device, number in cluster.accelerators.items():
                 accelerators.add_metric([cluster.name, device], number)
-        yield from (up, nodes, accelerators)
+        yield from (up, nodes, accelerators, *self._of_nodes())
+
+    def _of_nodes(self) -> Iterator[Metric]:
+        """Ray nodes of one name are counted together."""
+        states = GaugeMetricFamily(
+            "slotline_node_state",
+            "1, with the state of a node: READY, DRAINING, EXCLUDED or QUARANTINED.",
+            labels=["cluster", "node", "state"],
+        )
+        labels = ["cluster", "node", "device"]
+        totals = GaugeMetricFamily("slotline_node_accelerators", "Accelerators of a node.", labels=labels)
+        used = GaugeMetricFamily("slotline_node_accelerators_used", "Those that are held.", labels=labels)
+        seen = dict[tuple[str, str, str], None]()
+        counted = defaultdict[tuple[str, str, str], list[int]](lambda: [0, 0])
+        for cluster in self._clusters:
+            for node in cluster.node_views:
+                seen[cluster.name, node.name, node.state] = None
+                for kind in node.accelerators:
+                    numbers = counted[cluster.name, node.name, kind.device]
+                    numbers[0] += kind.total
+                    numbers[1] += kind.used
+        for key in seen:
+            states.add_metric(key, 1)
+        for key, (total, held) in counted.items():
+            totals.add_metric(key, total)
+            used.add_metric(key, held)
+        yield from (states, totals, used)
 
 
 class _JobCollector(Collector):
@@ -206,7 +237,19 @@ class _JobCollector(Collector):
         start = _job_gauge(
             "job_start_seconds", "Phases of the attempt's start, as the control plane sees it.", "phase"
         )
+        saved = _job_gauge(
+            "checkpoint_timestamp_seconds", "When the job's last checkpoint was saved, in seconds since 1970."
+        )
+        ended = _job_gauge(
+            "attempt_end_timestamp_seconds",
+            "When the last attempt that ended did, of a job that is not over, in seconds since 1970.",
+            "reason",
+        )
         for job in self._jobs.jobs:
+            if job.saved_at is not None:
+                saved.add_metric([job.id], job.saved_at.timestamp())
+            if job.interruption is not None:
+                ended.add_metric([job.id, job.interruption.reason], job.interruption.at.timestamp())
             for phase, seconds in job.start_s.items():
                 start.add_metric([job.id, phase], seconds)
             info.add_metric([job.id, job.name, job.owner, job.queue, job.state, str(job.attempt)], 1)
@@ -215,7 +258,7 @@ class _JobCollector(Collector):
                 age.add_metric([job.id], job.checkpoint_age_s)
             if job.checkpoint_interval_s is not None:
                 interval.add_metric([job.id], job.checkpoint_interval_s)
-        yield from (info, attempts, age, interval, start)
+        yield from (info, attempts, age, interval, start, saved, ended)
 
     def _over_plan(self) -> Iterator[Metric]:
         meshes = _job_gauge(
@@ -232,7 +275,12 @@ class _JobCollector(Collector):
             "plan_link_bandwidth_bytes_per_second", "Bytes of a link over its seconds, by the plan.", *link
         )
         ratio = _job_gauge("link_seconds_over_plan", "Transfers of a link, measured over planned.", *link)
+        calibrated = _job_gauge(
+            "calibrated_makespan_seconds", "Makespan of the plan with the costs that profiled steps gave."
+        )
         for job in self._jobs.jobs:
+            if job.calibrated_makespan_s is not None:
+                calibrated.add_metric([job.id], job.calibrated_makespan_s)
             if (over := job.over_plan) is None:
                 continue
             for mesh, seconds in sorted(over.planned.meshes.items()):
@@ -249,7 +297,7 @@ class _JobCollector(Collector):
                 for family, links in ((rate, over.measured.links), (promised_rate, over.planned.links)):
                     if seconds := links.get(ends):
                         family.add_metric([job.id, *ends], carried / seconds)
-        yield from (meshes, measured, planned, ratio, size, rate, promised_rate)
+        yield from (meshes, measured, planned, ratio, size, rate, promised_rate, calibrated)
 
 
 def _labelled_family(

@@ -35,35 +35,40 @@ from service.settings.settings import Settings, is_loopback
 from worker.contract.logs import TraceParent, bind_task_fields
 
 CLOSE_CONNECTION = {"Connection": "close"}
-"""What an answer carries that leaves the rest of a body unread."""
+"""Header of an answer that leaves the rest of a body unread."""
+BODY_LIMIT_BYTES = 32 << 20
+"""Length of any request's body at most; the longest are drivers' reports of a step's slots."""
+JOB_LIMIT_BYTES = 256 << 10
+"""Length of the specification of a job at most."""
+PLAN_LIMIT_BYTES = 1 << 20
+"""Length of the specification of `POST /api/v1/plans` at most."""
+_BODY_TIMEOUT_S = 30.0
 _SLOWEST_BYTES_PER_S = 65536
 
 
 class BodyLimit:
     """ASGI middleware: 413 for a body over `limit_bytes` (over `limits[path]` where a path has its own).
 
-    408 for one that has not come `timeout_s` after it was first asked for, and what 64 KiB a second need.
+    408 for one that has not come 30 s after it was first asked for, and what 64 KiB a second need.
     GET and HEAD are let through: no route reads a body there.
     """
 
-    def __init__(
-        self, app: ASGIApp, *, limit_bytes: int, limits: Mapping[str, int], timeout_s: float
-    ) -> None:
-        self._app, self._limit_bytes, self._limits, self._timeout_s = app, limit_bytes, limits, timeout_s
+    def __init__(self, app: ASGIApp, *, limit_bytes: int, limits: Mapping[str, int]) -> None:
+        self._app, self._limit_bytes, self._limits = app, limit_bytes, limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
             await self._app(scope, receive, send)
             return
-        body = _LimitedBody(receive, self._limits.get(scope["path"], self._limit_bytes), self._timeout_s)
+        body = _LimitedBody(receive, self._limits.get(scope["path"], self._limit_bytes))
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         body.declared_bytes = int(declared) if declared.isdigit() else 0
         await self._app(scope, body.receive, send)
 
 
 class _LimitedBody:
-    def __init__(self, receive: Receive, limit_bytes: int, timeout_s: float) -> None:
-        self._receive, self._limit_bytes, self._timeout_s = receive, limit_bytes, timeout_s
+    def __init__(self, receive: Receive, limit_bytes: int) -> None:
+        self._receive, self._limit_bytes = receive, limit_bytes
         self._received, self._complete = 0, False
         self._begun_at: float | None = None
         self.declared_bytes = 0
@@ -75,7 +80,7 @@ class _LimitedBody:
         clock = asyncio.get_running_loop()
         if self._begun_at is None:
             self._begun_at = clock.time()
-        deadline = self._begun_at + self._timeout_s + self._received / _SLOWEST_BYTES_PER_S
+        deadline = self._begun_at + _BODY_TIMEOUT_S + self._received / _SLOWEST_BYTES_PER_S
         try:
             async with asyncio.timeout_at(deadline):
                 part = await self._receive()
@@ -124,14 +129,14 @@ class UserRoute(APIRoute):
 
     def json_limits(self, request: Request) -> JsonLimits:
         """The limits of the JSON that the caller may send."""
-        return JsonLimits(service_of(request.app).settings.plan_limit_bytes)
+        return JsonLimits(PLAN_LIMIT_BYTES)
 
 
 class PlanRoute(UserRoute):
     """A route of users that takes a PipelineSpec, of a thousand stages with a dozen numbers each."""
 
     def json_limits(self, request: Request) -> JsonLimits:
-        return JsonLimits(service_of(request.app).settings.plan_limit_bytes, elements=50_000)
+        return JsonLimits(PLAN_LIMIT_BYTES, elements=50_000)
 
 
 class DriverRoute(UserRoute):
@@ -141,7 +146,7 @@ class DriverRoute(UserRoute):
         await auth.require_driver(request.path_params["attempt_id"], request, service_of(request.app))
 
     def json_limits(self, request: Request) -> JsonLimits:
-        return JsonLimits(service_of(request.app).settings.body_limit_bytes, elements=None)
+        return JsonLimits(BODY_LIMIT_BYTES, elements=None)
 
 
 async def _admit(admit: Callable[[Request], Coroutine[Any, Any, None]], request: Request) -> None:

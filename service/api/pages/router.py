@@ -19,7 +19,7 @@ from fastapi.templating import Jinja2Templates
 from service.api.dependencies import CurrentService, JobId
 from service.jobs import explain
 from service.schemas.jobs import Integer
-from service.spec.job import JOB_ID_PATTERN
+from service.spec.names import JOB_ID_PATTERN
 from service.spec.states import JobState
 from service.store.jobs import find_job
 from service.store.tables import Job
@@ -50,6 +50,22 @@ async def cluster_page(request: Request) -> HTMLResponse:
     return _templates.TemplateResponse(request, "cluster.html", headers=_HEADERS)
 
 
+@router.get("/compare", response_class=HTMLResponse)
+async def compare_page(request: Request) -> HTMLResponse:
+    """Two jobs beside each other: curves, and differences of their specifications."""
+    return _templates.TemplateResponse(request, "compare.html", headers=_HEADERS)
+
+
+@router.get("/docs", response_class=HTMLResponse)
+async def docs_page(request: Request, service: CurrentService) -> HTMLResponse:
+    """The reference of the API, whose calls can be tried out."""
+    context = {"authenticates": service.settings.authenticates}
+    # its renderer, openapi-explorer, gives single elements their style
+    policy = f"{_HEADERS['Content-Security-Policy']}; style-src 'self' 'unsafe-inline'"
+    headers = _HEADERS | {"Content-Security-Policy": policy}
+    return _templates.TemplateResponse(request, "docs.html", context, headers=headers)
+
+
 @router.get("/jobs/{job_id}", response_class=HTMLResponse)
 async def job_page(request: Request, job_id: str, service: CurrentService) -> HTMLResponse:
     """The page of one job, or 404 and a page that says so."""
@@ -59,6 +75,18 @@ async def job_page(request: Request, job_id: str, service: CurrentService) -> HT
     links = dashboard_links(service.settings.grafana_url, known, at=time.time()) if known else {}
     return _templates.TemplateResponse(
         request, page, {"job_id": job_id, "dashboards": links}, status_code=status, headers=_HEADERS
+    )
+
+
+def is_for_a_reader(request: Request) -> bool:
+    """True for a page that a browser asks for, and nothing of the API."""
+    return "text/html" in request.headers.get("Accept", "") and not request.url.path.startswith("/api/")
+
+
+def missing_page(request: Request) -> HTMLResponse:
+    """404 as a page: nothing is at this address."""
+    return _templates.TemplateResponse(
+        request, "missing.html", {"path": request.url.path}, status_code=404, headers=_HEADERS
     )
 
 

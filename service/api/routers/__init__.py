@@ -3,7 +3,7 @@
 May import service.api, service.schemas, service.jobs and lists of the store; only the application imports a router.
 """
 
-from service.api.routers import activity, admin, artifacts, clusters, docs, drivers, jobs, plans, system
+from service.api.routers import activity, admin, artifacts, clusters, drivers, jobs, plans, system
 
 USER_ROUTERS = (
     plans.job_plan_router,
@@ -24,6 +24,6 @@ USER_ROUTERS = (
     artifacts.usage_router,
 )
 """Users send a token; the order is the order of the API's documentation."""
-OTHER_ROUTERS = (drivers.router, system.router, docs.router)
-"""Drivers send the token of their attempt; probes, scrapers and readers of the documentation need none."""
+OTHER_ROUTERS = (drivers.router, system.router)
+"""Drivers send the token of their attempt; probes and scrapers need none."""
 __all__ = ["OTHER_ROUTERS", "USER_ROUTERS"]

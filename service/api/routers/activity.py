@@ -7,11 +7,10 @@ come as a Chrome trace for Perfetto.
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
 
 from service.api.dependencies import CurrentService, JobId, RunWhileConnected, UtcTime, json_text
 from service.api.errors import responses
@@ -28,10 +27,10 @@ from service.jobs.explain import explain_step
 from service.jobs.lifecycle import existing_job
 from service.jobs.log_lines import LogFilter, log_lines
 from service.jobs.postmortem import read_post_mortem
-from service.jobs.timelines import chrome_trace, read_timeline, stored_plan
+from service.jobs.timelines import read_plan, read_timeline, timeline_picture, timeline_trace
 from service.jobs.views import evaluation_view, event_view, step_view
-from service.schemas.jobs import EvaluationPage, EventPage, JobPlanView, LogPage, StepPage, TimelineView
-from service.schemas.plans import WhyView
+from service.schemas.activity import EvaluationPage, EventPage, LogPage, StepPage, TimelineView, WhyView
+from service.schemas.plans import JobPlanView
 from service.store.events import events_of
 from service.store.measurements import evaluations_of, steps_of
 
@@ -73,26 +72,31 @@ async def events(
     return stream_events(service, job, after=begin or 0 if last is None else last)
 
 
-@router.get("/logs", response_model=LogPage, responses={**_SSE_RESPONSES, **responses(503)})
-async def logs(
-    job_id: JobId,
-    request: Request,
-    service: CurrentService,
+async def _log_filter(
     attempt: Annotated[int | None, Query(ge=1, lt=2**31, description="Only this attempt")] = None,
     tail: Annotated[int | None, Query(ge=1, le=5000, description="Only the last lines, this many")] = None,
     since: Annotated[UtcTime | None, Query(description="Only lines written from this time on")] = None,
     search: Annotated[
         str | None, Query(min_length=1, max_length=200, description="Only lines with this text, in any case")
     ] = None,
+) -> LogFilter:
+    return LogFilter(attempt=attempt, search=search, since=since, tail=tail)
+
+
+@router.get("/logs", response_model=LogPage, responses={**_SSE_RESPONSES, **responses(503)})
+async def logs(
+    job_id: JobId,
+    request: Request,
+    service: CurrentService,
+    wanted: Annotated[LogFilter, Depends(_log_filter)],
     limit: PageLimit = 1000,
     page_token: LogToken = None,
     last_event_id: LastEventId = None,
 ) -> Any:
     """The drivers' logs, line by line; with `Accept: text/event-stream` until the job ends.
 
-    Of each log its last SLOTLINE_LOG_LIMIT_BYTES; the numbers of the lines say how many came before.
+    Of each log its last MiB; the numbers of the lines say how many came before.
     """
-    wanted = LogFilter(attempt=attempt, search=search, since=since, tail=tail)
     async with service.database.read() as session:
         job = await existing_job(session, job_id)
     if wants_stream(request):
@@ -101,7 +105,7 @@ async def logs(
         return stream_logs(service, job, wanted, after=parse_line_place(last_event_id or page_token))
     after = parse_line_place(page_token)
     lines = await log_lines(service, job_id, wanted, after=after, limit=limit + 1)
-    if tail is not None:
+    if wanted.tail is not None:
         return LogPage(items=lines, next_page_token=None)
     token = f"{lines[limit - 1].attempt}:{lines[limit - 1].number}" if len(lines) > limit else None
     return LogPage(items=lines[:limit], next_page_token=token)
@@ -151,26 +155,28 @@ def _parse_step_token(token: str | None) -> tuple[int, int]:
 
 @router.get("/plan", response_model=JobPlanView)
 async def plan(job_id: JobId, service: CurrentService) -> Response:
-    """The first module of each stage, the specification that was planned, and the plan."""
-    return json_text((await stored_plan(service, job_id)).body)
+    """The first module of each stage, the specification that was planned, the plan, and its calibration."""
+    return json_text(await read_plan(service, job_id))
 
 
 @router.get(
     "/timeline",
     response_model=TimelineView,
-    responses={200: {"description": "With format=chrome: a trace for chrome://tracing or Perfetto"}},
+    responses={200: {"description": "With format=chrome: a trace for Perfetto; with format=svg: a picture"}},
 )
 async def timeline(
     job_id: JobId,
     service: CurrentService,
     step: ProfiledStep = None,
-    format: Literal["json", "chrome"] = "json",
+    format: Literal["json", "chrome", "svg"] = "json",
 ) -> Any:
     """Planned and measured slots of one step."""
     view = await read_timeline(service, job_id, step)
     if format == "json":
         return json_text(await asyncio.to_thread(view.model_dump_json))
-    trace = await asyncio.to_thread(lambda: json.dumps(chrome_trace(view)))
+    if format == "svg":
+        return Response(await asyncio.to_thread(timeline_picture, view), media_type="image/svg+xml")
+    trace = await asyncio.to_thread(timeline_trace, view)
     return json_text(trace, file_name=f"{job_id}-step-{view.step}.json")
 
 

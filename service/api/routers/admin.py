@@ -23,7 +23,8 @@ from service.schemas.admin import (
     TokenRequest,
     Whoami,
 )
-from service.spec.job import NAME_PATTERN, OWNER_PATTERN
+from service.spec.job import OWNER_PATTERN
+from service.spec.names import NAME_PATTERN
 from service.spec.values import VARIABLE_PATTERN
 
 notifications_router = APIRouter(prefix="/api/v1/jobs", tags=["jobs"], route_class=UserRoute)
@@ -32,13 +33,12 @@ notifications_router = APIRouter(prefix="/api/v1/jobs", tags=["jobs"], route_cla
 @notifications_router.get("/{job_id}/notifications", responses=responses(404, 422))
 async def list_deliveries(
     job_id: JobId,
-    caller: Caller,
     service: CurrentService,
     limit: Annotated[int, Query(ge=1, le=500)] = 100,
     page_token: Annotated[str | None, Query(pattern=r"^[0-9]{1,9}$")] = None,
 ) -> DeliveryPage:
-    """Notifications of the job's states, and how their delivery went. Only operators see the operator's URL."""
-    return await admin.read_deliveries(service, job_id, caller, skip=int(page_token or 0), limit=limit)
+    """Notifications of the job's states, and how their delivery went. The operator's URL is not shown."""
+    return await admin.read_deliveries(service, job_id, skip=int(page_token or 0), limit=limit)
 
 
 people_router = APIRouter(prefix="/api/v1", tags=["people"], route_class=UserRoute)

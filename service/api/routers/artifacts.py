@@ -15,8 +15,17 @@ from service.api.errors import responses
 from service.api.middleware import UserRoute
 from service.jobs import artifacts as rules
 from service.jobs.service import Service
-from service.schemas.artifacts import ArtifactList, OwnerUsage, RemovedView, RemovingView, UsageList
-from service.schemas.jobs import CheckpointFiles, ExportingView, ExportView, PackageView
+from service.schemas.artifacts import (
+    ArtifactList,
+    CheckpointFiles,
+    ExportingView,
+    ExportView,
+    OwnerUsage,
+    PackageView,
+    RemovedView,
+    RemovingView,
+    UsageList,
+)
 from service.spec.job import OWNER_PATTERN
 from service.spec.principals import Principal
 from service.store.files import (

@@ -1,6 +1,6 @@
 """Routes for Ray clusters, their nodes and accelerators, queues and their quotas, and Prometheus targets.
 
-Operators set quotas while everything runs; they hold after a restart.
+Operators set quotas and states of nodes while everything runs; they hold after a restart.
 """
 
 from __future__ import annotations
@@ -15,23 +15,41 @@ from service.api.dependencies import CurrentService
 from service.api.errors import responses
 from service.api.middleware import UserRoute
 from service.jobs import clusters
-from service.schemas.clusters import ClusterView, TargetGroup
-from service.schemas.jobs import QueueList, QueueQuotaView
-from service.spec.job import NAME_PATTERN
+from service.schemas.clusters import ClusterView, NodeChange, NodeList, TargetGroup
+from service.schemas.queues import QueueList, QueueQuotaView
+from service.spec.names import NAME_PATTERN
 from service.store.queues import LARGEST_QUOTA
 
 clusters_router = APIRouter(prefix="/api/v1", tags=["cluster"], route_class=UserRoute)
+ClusterName = Annotated[
+    str | None, Query(pattern=NAME_PATTERN, max_length=100, description="Only this one; all if absent")
+]
 
 
 @clusters_router.get("/cluster", responses=responses(404, 422))
-async def read_cluster(
-    service: CurrentService,
-    cluster: Annotated[
-        str | None, Query(pattern=NAME_PATTERN, max_length=100, description="Only this one; all if absent")
-    ] = None,
-) -> ClusterView:
+async def read_cluster(service: CurrentService, cluster: ClusterName = None) -> ClusterView:
     """The clusters as last seen, and who uses them."""
     return await clusters.read_clusters(service, cluster)
+
+
+@clusters_router.get("/nodes", responses=responses(404, 422))
+async def list_nodes(service: CurrentService, cluster: ClusterName = None) -> NodeList:
+    """Nodes with their names, labels, states, accelerators and jobs, as last seen."""
+    return await clusters.list_nodes(service, cluster)
+
+
+@clusters_router.put("/nodes/{name}", responses=responses(404, 409, 422))
+async def change_node(
+    name: Annotated[
+        str, Path(max_length=253, description="Its name, Kubernetes node, host name, address or Ray's id")
+    ],
+    body: NodeChange,
+    caller: Caller,
+    service: CurrentService,
+    cluster: ClusterName = None,
+) -> NodeList:
+    """Drain or exclude a node, or put it back, also after a restart; the answer is its Ray nodes."""
+    return await clusters.change_node(service, name, body, caller, cluster=cluster)
 
 
 @clusters_router.get("/queues")

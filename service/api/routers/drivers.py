@@ -15,8 +15,17 @@ from service.api.dependencies import CurrentService, RunWhileConnected, json_tex
 from service.api.errors import responses
 from service.api.middleware import DriverRoute
 from service.jobs import drivers
-from service.schemas.drivers import AttemptInput, PlanRequest, ReportAnswer, ReportIn
-from service.schemas.jobs import JobPlanView
+from service.schemas.drivers import (
+    AttemptInput,
+    PlacementAnswer,
+    PlacementRequest,
+    PlanRequest,
+    ReplanRequest,
+    ReportAnswer,
+    ReportIn,
+    TokenExchange,
+)
+from service.schemas.plans import JobPlanView, ReplanView
 from service.spec.job import Arguments
 from worker.contract.versions import PROTOCOL_HEADER
 
@@ -38,9 +47,16 @@ ProfileKey = Annotated[str, Query(pattern=r"^[\x20-\x7e]{1,200}$")]
 
 @router.get("")
 @router.get("/", include_in_schema=False)
-async def read_attempt(attempt: DriverAttempt, service: CurrentService) -> AttemptInput:
+async def read_attempt(attempt: DriverAttempt, request: Request, service: CurrentService) -> AttemptInput:
     """The job that this attempt runs, its device, the checkpoint to go on from, and its owner's secrets."""
-    return await drivers.read_assignment(service, attempt)
+    return await drivers.read_assignment(service, attempt, request.headers.get(PROTOCOL_HEADER))
+
+
+@router.post("/token", status_code=204)
+async def exchange_token(attempt: DriverAttempt, service: CurrentService, request: TokenExchange) -> Response:
+    """Exchange the one-time token of the driver's environment, which Ray's API shows, for one that the driver made."""
+    await drivers.exchange_token(service, attempt, request.token)
+    return Response(status_code=204)
 
 
 @router.get("/profile", responses=responses(404))
@@ -58,12 +74,28 @@ async def write_profile(
     return Response(status_code=204)
 
 
+@router.post("/placement")
+async def place_attempt(
+    attempt: DriverAttempt, service: CurrentService, request: PlacementRequest
+) -> PlacementAnswer:
+    """The node of each worker: whole meshes on nodes, and those near to each other that exchange most."""
+    return await drivers.place_attempt(service, attempt, request)
+
+
 @router.post("/plan", response_model=JobPlanView, responses=responses(503))
 async def plan_attempt(
     attempt: DriverAttempt, service: CurrentService, request: PlanRequest, run: RunWhileConnected
 ) -> Response:
     """Partition the profiled layers and schedule them; the plan becomes the job's plan."""
     return json_text(await drivers.plan_attempt(service, attempt, request.model_dump(), run))
+
+
+@router.post("/replan", response_model=ReplanView, responses=responses(503))
+async def replan_attempt(
+    attempt: DriverAttempt, service: CurrentService, request: ReplanRequest, run: RunWhileConnected
+) -> Response:
+    """A shorter order of the running plan at the costs that its steps had, for the driver to swap in."""
+    return json_text(await drivers.replan_attempt(service, attempt, request, run))
 
 
 @router.post("/forward-plan", responses=responses(503))
@@ -74,7 +106,7 @@ async def forward_plan(
     return json_text(await drivers.plan_forwards(service, attempt, spec, run))
 
 
-@router.post("/reports")
+@router.post("/reports", response_model_exclude_defaults=True)
 async def report(attempt: DriverAttempt, service: CurrentService, body: ReportIn) -> ReportAnswer:
     """Store what happened since the last report; the answer tells the driver to go on or to end."""
     return await drivers.apply_report(service, attempt, body)

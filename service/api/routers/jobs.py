@@ -21,7 +21,8 @@ from service.jobs import lifecycle, submit
 from service.jobs.problems import ProblemError
 from service.jobs.views import job_summary
 from service.schemas.jobs import JobChange, JobPage, JobView
-from service.spec.job import IDEMPOTENCY_KEY_PATTERN, JOB_ID_PATTERN, NAME_PATTERN, OWNER_PATTERN, JobSpec
+from service.spec.job import IDEMPOTENCY_KEY_PATTERN, OWNER_PATTERN, SubmittedJob
+from service.spec.names import JOB_ID_PATTERN, NAME_PATTERN
 from service.spec.states import JobState
 from service.spec.values import LABEL_NAME_PATTERN, LABEL_VALUE_PATTERN, MAX_LABELS
 from service.store import jobs as store
@@ -72,7 +73,7 @@ JobFilterQuery = Annotated[JobFilter, Depends(_job_filter)]
 
 @router.post("", status_code=201, responses=responses(403, 409, 422))
 async def submit_job(
-    spec: JobSpec,
+    spec: SubmittedJob,
     caller: Caller,
     service: CurrentService,
     response: Response,

@@ -18,9 +18,16 @@ from service.jobs import saved_plans
 from service.jobs.problems import ProblemError
 from service.jobs.submit import check_references
 from service.orchestrator.planning.pool import PLAN_FORMATS
-from service.schemas.jobs import JobPlanPreview, ProfilingView
-from service.schemas.plans import PlanSpec, SavedPlanList, SavedPlanView
-from service.spec.job import NAME_PATTERN, OWNER_PATTERN, JobSpec
+from service.schemas.plans import (
+    ACTION_LIMIT,
+    JobPlanPreview,
+    PlanSpec,
+    ProfilingView,
+    SavedPlanList,
+    SavedPlanView,
+)
+from service.spec.job import OWNER_PATTERN, SubmittedJob
+from service.spec.names import NAME_PATTERN
 
 job_plan_router = APIRouter(prefix="/api/v1/plans", tags=["plans"], route_class=UserRoute)
 
@@ -34,7 +41,7 @@ job_plan_router = APIRouter(prefix="/api/v1/plans", tags=["plans"], route_class=
     },
 )
 async def plan_job(
-    spec: JobSpec,
+    spec: SubmittedJob,
     caller: Caller,
     service: CurrentService,
     run: RunWhileConnected,
@@ -117,10 +124,10 @@ async def plan_spec(
 ) -> Response:
     """Schedule one step: timeline, memory and programs of every mesh."""
     settings = service.settings
-    if spec.actions > settings.plan_action_limit:
+    if spec.actions > ACTION_LIMIT:
         raise ProblemError(
             413,
-            f"microbatches x (stages + edges) is {spec.actions}, the limit is {settings.plan_action_limit}: "
+            f"microbatches x (stages + edges) is {spec.actions}, the limit is {ACTION_LIMIT}: "
             "send a smaller spec, or use `slotline plan`, which has no limit",
         )
     budget = settings.plan_budget_s if budget_s is None else min(budget_s, settings.plan_budget_s)

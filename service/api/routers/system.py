@@ -15,7 +15,7 @@ from service.api.errors import responses
 from service.api.metrics import scrape
 from service.jobs.problems import ProblemError
 from service.jobs.service import Service
-from service.schemas.jobs import Health, Readiness, Version
+from service.schemas.system import Health, Readiness, Version
 
 router = APIRouter(tags=["system"])
 _READY_LIMIT_S = 5.0

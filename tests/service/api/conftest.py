@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,11 +15,13 @@ import pytest
 
 from service.api.dependencies import service_of
 from service.control_plane import ControlPlane, control_plane_app
+from service.orchestrator.attempts.outcome import Backoff
 from service.orchestrator.ray.jobs_api import Cluster
 from service.settings.settings import Settings
 from service.store.attempts import find_attempt
 from tests.service.conftest import job_body
 from tests.service.fake_cluster import FakeCluster
+from tests.service.serving import set_backoff
 
 
 @dataclass
@@ -84,7 +87,7 @@ ApiMaker = Callable[..., AbstractAsyncContextManager[Api]]
 
 
 @pytest.fixture
-def make_api(tmp_path: Path) -> ApiMaker:
+def make_api(tmp_path: Path, migrated_file: Path) -> ApiMaker:
     """`async with make_api(setting=...) as api`; the orchestrator works only when a test says so. Clusters beside the
     default one are given by name in `others`."""
 
@@ -92,18 +95,15 @@ def make_api(tmp_path: Path) -> ApiMaker:
     async def make(
         others: Mapping[str, Cluster] = MappingProxyType({}), **settings: Any
     ) -> AsyncIterator[Api]:
-        given = {
-            "data_dir": tmp_path,
-            "tick_s": 60,
-            "cluster_refresh_s": 600,
-            "retry_backoff_s": 0,
-            **settings,
-        }
+        given = {"data_dir": tmp_path, **settings}
+        if not (own := tmp_path / "slotline.db").exists():
+            shutil.copy(migrated_file, own)
         cluster = FakeCluster()
         app = control_plane_app(Settings(**given), cluster, others)
         async with app.router.lifespan_context(app):
             service_of(app).orchestrator.stop()  # before it is given a turn: no round of its own
             await service_of(app).clusters.stop()
+            set_backoff(service_of(app), Backoff(0.0, 0.0))
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
                 yield Api(client, service_of(app), cluster)

@@ -27,7 +27,6 @@ OPEN = {
         "/metrics",
         "/api/v1/version",
         "/openapi.json",
-        "/docs",
     )
 }
 DRIVERS = "/api/v1/attempts/"
@@ -85,6 +84,20 @@ async def test_a_drivers_token_opens_its_own_attempt_and_nothing_of_the_users(ma
         for method, path in sorted(ROUTES - OPEN):
             if not path.startswith(DRIVERS):
                 problem(await ask(api, method, path, {"Authorization": f"Bearer {given}"}), 401)
+
+
+async def test_the_token_that_ray_shows_opens_nothing_once_the_driver_has_exchanged_it(make_api: ApiMaker):
+    async with make_api() as api:
+        job = await api.started()
+        shown = api.cluster.submissions[f"{job}-1"].env["SLOTLINE_ATTEMPT_TOKEN"]
+        own, others = "d" * 43, "o" * 43
+        problem(await api.driver(job, "POST", "/token", token=shown, json={"token": "short"}), 422)
+        assert (await api.driver(job, "POST", "/token", token=shown, json={"token": own})).status_code == 204
+        for path, body in (("", None), ("/token", {"token": others})):
+            method = "GET" if body is None else "POST"
+            refused = problem(await api.driver(job, method, path, token=shown, json=body), 401)
+            assert "somebody else made the exchange" in refused["detail"]
+        assert (await api.driver(job, "GET", token=own)).json()["job_id"] == job
 
 
 async def test_the_metrics_token_opens_the_list_of_drivers_and_nothing_else(make_api: ApiMaker):

@@ -27,13 +27,8 @@ WHOLE = job_body(
     loss=FACTORY,
     optimizer={**FACTORY, "schedule": FACTORY, "groups": [{"match": ["*.bias"], "lr": 1.0, "mode": "text"}]},
     pipeline={"stages": 2, "cut": ["a", "b"], "recompute": ["s0"], "schedule": "auto"},
-    resources={
-        "meshes": 2,
-        "workers_per_mesh": 2,
-        "tensor": 2,
-        "tensor_plan": {"*.qkv": "colwise"},
-        "device": "cpu",
-    },
+    parallelism={"pp": 2, "tp": 2},
+    resources={"tensor_plan": {"*.qkv": "colwise"}, "device": "cpu"},
     evaluation={"every_steps": 1, "data": FACTORY, "metric": "accuracy"},
     checkpoint={"uri": "/c"},
     code={"working_dir": "s3://a/b", "pip": ["einops"]},
@@ -81,12 +76,8 @@ def test_no_place_of_a_job_takes_what_no_database_stores(text: str):
     [
         {"optimizer": {"factory": "a:b", "groups": [{"match": ["a"], "?": 1}]}},
         {
-            "resources": {
-                "workers_per_mesh": 2,
-                "tensor": 2,
-                "device": "cpu",
-                "tensor_plan": {"?": "colwise"},
-            }
+            "parallelism": {"pp": 4, "tp": 2},
+            "resources": {"device": "cpu", "tensor_plan": {"?": "colwise"}},
         },
     ],
     ids=["a group of parameters", "a tensor plan"],

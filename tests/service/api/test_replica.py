@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 
@@ -13,6 +12,7 @@ from service.api.dependencies import service_of
 from service.control_plane import control_plane_app, run_control_plane
 from service.settings.settings import Settings
 from service.store.database import Database
+from tests.polling import until_async
 from tests.service.conftest import job_body
 from tests.service.fake_cluster import FakeCluster
 
@@ -20,13 +20,18 @@ postgresql = pytest.mark.parametrize("database_url", ["postgresql"], indirect=Tr
 RAY = "http://127.0.0.1:9"
 
 
+@pytest.fixture(autouse=True)
+def short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a lease that no test outlives."""
+    monkeypatch.setattr("service.orchestrator.loop.TICK_S", 0.05)
+    monkeypatch.setattr("service.control_plane.CLUSTER_REFRESH_S", 0.1)
+    monkeypatch.setattr("service.orchestrator.loop.LEASE_S", 600.0)
+
+
 def settings(database_url: str, **others: object) -> Settings:
     return Settings(
         database_url=database_url,
         ray_address=RAY,
-        tick_s=0.05,
-        cluster_refresh_s=0.1,
-        lease_s=600,
         **others,
     )
 
@@ -34,13 +39,6 @@ def settings(database_url: str, **others: object) -> Settings:
 def value(text: str, name: str) -> float | None:
     found = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
     return float(found[1]) if found else None
-
-
-async def until(done, limit_s: float = 120.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not await done():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.05)
 
 
 @postgresql
@@ -57,7 +55,7 @@ async def test_an_api_replica_answers_and_leaves_the_starting_to_others(
             async def ready() -> bool:
                 return (await client.get("/readyz")).is_success
 
-            await until(ready)
+            await until_async(ready)
             job_id = (await client.post("/api/v1/jobs", json=job_body())).json()["id"]
             begun = replica.orchestrator.heartbeat.liveness.last_contact_at
             beats = iter(range(2))
@@ -70,7 +68,7 @@ async def test_an_api_replica_answers_and_leaves_the_starting_to_others(
                     return next(beats) == 1
                 return False
 
-            await until(has_beaten_again)
+            await until_async(has_beaten_again)
             assert (await client.get(f"/api/v1/jobs/{job_id}")).json()["state"] == "QUEUED"
             said = (await client.get("/metrics")).text
             assert value(said, "slotline_orchestrator_leads") == 0
@@ -83,7 +81,7 @@ async def test_an_api_replica_answers_and_leaves_the_starting_to_others(
                 async def started() -> bool:
                     return f"{job_id}-1" in cluster.submissions
 
-                await until(started)
+                await until_async(started)
                 assert other.leads() and not replica.leads()
                 said = (await client.get("/metrics")).text
                 assert value(said, "slotline_lease_left_seconds") > 0

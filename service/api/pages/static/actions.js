@@ -75,10 +75,10 @@ async function showLogs() {
 
 /** Read the last lines, and then what comes, until the logs are hidden, asked for otherwise, or at their end. */
 async function follow() {
-  const mine = ++reading;
+  const current = ++reading;
   lines = [];
   let first = true;
-  while (mine === reading) {
+  while (current === reading) {
     const ended = job === null || FINAL.has(job.state);
     try {
       const query = new URLSearchParams({ limit: 500 });
@@ -86,7 +86,7 @@ async function follow() {
       if (first) query.set("tail", 500);
       else if (lines.length) query.set("page_token", `${lines.at(-1).attempt}:${lines.at(-1).number}`);
       const page = await read(`${api}/logs?${query}`);
-      if (mine !== reading) return;
+      if (current !== reading) return;
       first = false;
       add(page.items);
       $("log-note").textContent = lines.length ? "" : "No lines.";

@@ -1,5 +1,7 @@
 // Calls to the JSON API. Where the server asks for a token, the browser asks for it (HTTP Basic).
 
+const PAGE = 1000;
+
 /** A refused call: the problem's detail, ready to be read by a person. */
 export class Problem extends Error {
   constructor(status, detail) {
@@ -15,6 +17,22 @@ export async function read(path) {
   if (response.ok) return response.json();
   const body = await response.json().catch(() => ({}));
   throw new Problem(response.status, body.detail || body.title || `HTTP ${response.status}`);
+}
+
+/** `add` what came at `path` since the last of `list`, a few pages a round; `place` says from where, as a query. */
+export async function readOn(path, list, place, add) {
+  for (let page = 0; page < 20; page++) {
+    const after = list.length ? `&${place(list.at(-1))}` : "";
+    const answer = await read(`${path}?limit=${PAGE}${after}`);
+    answer.items.forEach(add);
+    if (!answer.next_page_token || answer.items.length === 0) return;
+  }
+}
+
+/** Steps come by attempt: one that goes on from a checkpoint replaces what was done behind it. */
+export function addStep(step, list) {
+  while (list.length && list.at(-1).step >= step.step) list.pop();
+  list.push(step);
 }
 
 /** POST without a body to `path`; the answer's JSON. Throws as `read` does. */

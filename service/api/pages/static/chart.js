@@ -1,74 +1,116 @@
-// A line chart over steps, drawn as SVG; the pointer reads the nearest step.
+// Curves over steps, drawn by uPlot: dragging zooms, a double click shows all steps, the legend reads the nearest step.
 
-import { draw, make, number, ticks } from "./format.js";
+import { number } from "./format.js";
 
-const HEIGHT = 200;
-const LEFT = 62;
-const RIGHT = 8;
-const TOP = 14;
-const BOTTOM = 24;
+const HEIGHT = 230;
+const COLOURS = ["--F", "--B"];
+const MANY_POINTS = 30; // a curve of as many is a line without a mark at each
+const MARK_SIZE = 6;
+const MEAN_WEIGHT = 0.9; // of what was before, in an exponential mean
 
 /**
- * Draw into `box`. `series`: [{name, points: [[step, value], ...]}], at most two curves.
- * `level`: {name, value} adds a dashed horizontal line. `show` turns a value into text.
+ * Draw into `box`. `series`: [{name, points: [[step, value], ...], marked}], at most two curves; `marked`: a mark at each point.
+ * `level`: {name, value} adds a dashed horizontal line. `show` turns a value into text. `options`: {logarithmic, smoothed}.
+ * `across` is what the curves run over.
  */
-export function lineChart(box, { series, level = null, show = number, label }) {
-  const curves = series.map((s) => ({ ...s, points: s.points.filter(([, y]) => Number.isFinite(y)) }));
-  const all = curves.flatMap((s) => s.points);
-  if (all.length === 0) {
-    box.replaceChildren(make("p", { class: "notice" }, "No step reported."));
+export function lineChart(box, { series, level = null, show = number, label, across = "step", options = {} }) {
+  const usable = ([, y]) => Number.isFinite(y) && (!options.logarithmic || y > 0);
+  const curves = series.map((s) => ({ ...s, points: s.points.filter(usable) }));
+  if (curves.every((curve) => curve.points.length === 0)) {
+    remove(box);
+    box.textContent = options.logarithmic ? "No value above 0." : "No value reported.";
     return;
   }
-  const width = Math.max(box.clientWidth, 260);
-  const heights = all.map(([, y]) => y).concat(level ? [level.value] : []);
-  const [first, last] = extent(all.map(([x]) => x));
-  const [low, high] = padded(extent(heights));
-  const x = (step) => LEFT + ((step - first) / (last - first || 1)) * (width - LEFT - RIGHT);
-  const y = (value) => HEIGHT - BOTTOM - ((value - low) / (high - low)) * (HEIGHT - TOP - BOTTOM);
-
-  const svg = draw("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, height: HEIGHT, role: "img", "aria-label": describe(label, curves, show) });
-  for (const value of ticks(low, high, 4)) {
-    svg.append(draw("path", { class: "axis", d: `M${LEFT} ${y(value)}H${width - RIGHT}` }));
-    svg.append(draw("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, show(value)));
+  const lines = linesOf(curves, level, options);
+  const form = JSON.stringify([across, lines.map((line) => line.name), options, matchMedia("(prefers-color-scheme: dark)").matches]);
+  const data = columns(lines);
+  if (box.plot && box.form === form) {
+    update(box.plot, data);
+  } else {
+    remove(box);
+    box.form = form;
+    box.plot = new uPlot(appearance(box, lines, show, label, across, options), data, box);
+    box.setAttribute("role", "group");
   }
-  for (const step of ticks(first, last, Math.max(2, Math.floor(width / 110))).filter(Number.isInteger)) {
-    svg.append(draw("text", { x: x(step), y: HEIGHT - 6, "text-anchor": "middle" }, String(step)));
-  }
-  if (level) svg.append(draw("path", { class: "planned", d: `M${LEFT} ${y(level.value)}H${width - RIGHT}` }));
+  box.plot.setSize({ width: Math.max(box.clientWidth, 260), height: HEIGHT });
+  box.setAttribute("aria-label", describe(label, curves, show));
   curves.forEach((curve, index) => {
-    const points = thinned(curve.points, width - LEFT - RIGHT);
-    const d = points.map(([step, value], i) => `${i ? "L" : "M"}${x(step).toFixed(1)} ${y(value).toFixed(1)}`).join("");
-    const dot = points.length === 1 ? "h0.01" : "";
-    svg.append(draw("path", { class: `curve${index ? " second" : ""}`, d: d + dot, "stroke-linecap": "round", "data-points": curve.points.length }));
+    const row = box.querySelectorAll(".u-legend .u-series")[lines.findIndex((line) => line.name === curve.name) + 1];
+    row.classList.add("curve", ...(index ? ["second"] : []));
+    row.dataset.points = curve.points.length;
   });
-  box.replaceChildren(svg, ...key(curves, level, show));
-  readPointer(box, svg, curves, x, width, show);
 }
 
-function key(curves, level, show) {
-  if (curves.length < 2 && !level) return [];
-  const names = curves.map((curve, index) => `${index ? "orange" : "blue"}: ${curve.name}`);
-  if (level) names.push(`dashed: ${level.name} ${show(level.value)}`);
-  return [make("p", { class: "small" }, names.join(" · "))];
+function remove(box) {
+  box.plot?.destroy();
+  box.plot = null;
+  box.replaceChildren();
 }
 
-function readPointer(box, svg, curves, x, width, show) {
-  const reading = make("span", { class: "reading" });
-  const cursor = draw("path", { class: "cursor" });
-  box.append(reading);
-  svg.addEventListener("pointermove", (event) => {
-    const frame = svg.getBoundingClientRect();
-    const at = ((event.clientX - frame.left) / frame.width) * width;
-    const step = nearest(curves[0].points.length ? curves[0].points : curves.at(-1).points, (p) => Math.abs(x(p[0]) - at))[0];
-    const values = curves.map((curve) => {
-      const point = curve.points.find(([s]) => s === step);
-      return point ? `${curve.name} ${show(point[1])}` : null;
-    });
-    reading.textContent = `step ${step}: ${values.filter(Boolean).join(", ")}`;
-    cursor.setAttribute("d", `M${x(step)} ${TOP}V${HEIGHT - BOTTOM}`);
-    svg.append(cursor);
+/** What is drawn: the curves, the mean of the first where that is asked for, and the level. */
+function linesOf(curves, level, { smoothed }) {
+  const lines = curves.map((curve, index) => ({ ...curve, colour: COLOURS[index], faint: smoothed && index === 0 }));
+  if (smoothed && curves[0].points.length > 1) lines.push({ name: `${curves[0].name}, smoothed`, points: mean(curves[0].points), colour: COLOURS[0] });
+  if (level) {
+    const steps = curves.flatMap((curve) => curve.points.map(([step]) => step));
+    const ends = [Math.min(...extent(steps)), Math.max(...extent(steps))];
+    lines.push({ name: level.name, points: ends.map((step) => [step, level.value]), colour: "--soft", dashed: true });
+  }
+  return lines;
+}
+
+/** An exponential mean that begins at the first value, as TensorBoard's (debiased). */
+function mean(points) {
+  let sum = 0;
+  let weight = 0;
+  return points.map(([step, value]) => {
+    sum = MEAN_WEIGHT * sum + (1 - MEAN_WEIGHT) * value;
+    weight = MEAN_WEIGHT * weight + (1 - MEAN_WEIGHT);
+    return [step, sum / weight];
   });
-  svg.addEventListener("pointerleave", () => { reading.textContent = ""; cursor.remove(); });
+}
+
+/** uPlot's form: all steps, and of each line its value at each, null where it has none. */
+function columns(lines) {
+  const steps = [...new Set(lines.flatMap((line) => line.points.map(([step]) => step)))].sort((a, b) => a - b);
+  return [steps, ...lines.map((line) => {
+    const known = new Map(line.points);
+    return steps.map((step) => known.get(step) ?? null);
+  })];
+}
+
+function appearance(box, lines, show, label, across, { logarithmic }) {
+  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const axis = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line") }, font: "11px system-ui", labelFont: "12px system-ui", labelSize: 18 };
+  return {
+    width: Math.max(box.clientWidth, 260),
+    height: HEIGHT,
+    scales: { x: { time: false }, y: { distr: logarithmic ? 3 : 1 } },
+    cursor: { drag: { x: true, y: false } },
+    axes: [
+      { ...axis, label: across, size: 34, values: (_, values) => values.map((at) => (across !== "step" || Number.isInteger(at) ? number(at) : "")) },
+      { ...axis, label, size: 62, values: (_, values) => values.map((value) => (value === null ? "" : show(value))) },
+    ],
+    series: [{ label: across, value: (_, at) => (at === null || at === undefined ? "–" : number(at)) }, ...lines.map((line) => ({
+      label: line.name,
+      stroke: colour(line.colour),
+      alpha: line.faint ? 0.35 : 1,
+      width: 1.6,
+      dash: line.dashed ? [5, 4] : undefined,
+      spanGaps: true,
+      points: line.marked ? { show: true, size: MARK_SIZE, fill: colour(line.colour) } : { show: !line.dashed && line.points.length < MANY_POINTS },
+      value: (_, value) => (value === null || value === undefined ? "–" : show(value)),
+    }))],
+  };
+}
+
+/** New values; a reader who has zoomed keeps the steps that are shown. */
+function update(plot, data) {
+  const [first, last] = extent(plot.data[0]);
+  const { min, max } = plot.scales.x;
+  const zoomed = min > first || max < last;
+  plot.setData(data, !zoomed);
+  if (zoomed) plot.redraw();
 }
 
 function describe(label, curves, show) {
@@ -79,29 +121,6 @@ function describe(label, curves, show) {
   return `${label}: ${words.join("; ")}`;
 }
 
-/** At most four points a pixel column: first, lowest, highest, last, in order. */
-function thinned(points, pixels) {
-  if (points.length <= pixels * 2) return points;
-  const size = Math.ceil(points.length / pixels);
-  const out = [];
-  for (let i = 0; i < points.length; i += size) {
-    const part = points.slice(i, i + size);
-    const low = part.reduce((a, b) => (b[1] < a[1] ? b : a));
-    const high = part.reduce((a, b) => (b[1] > a[1] ? b : a));
-    out.push(...[...new Set([part[0], low, high, part.at(-1)])].sort((a, b) => a[0] - b[0]));
-  }
-  return out;
-}
-
 function extent(values) {
   return values.reduce(([low, high], v) => [Math.min(low, v), Math.max(high, v)], [Infinity, -Infinity]);
-}
-
-function padded([low, high]) {
-  const room = (high - low) * 0.06 || Math.abs(high) * 0.1 || 1;
-  return [low - room, high + room];
-}
-
-function nearest(items, distance) {
-  return items.reduce((a, b) => (distance(b) < distance(a) ? b : a));
 }

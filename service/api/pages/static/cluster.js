@@ -5,6 +5,7 @@ import { bytes, make, number, stateBadge, time } from "./format.js";
 
 const PAUSE_MS = 2000;
 const SHOWN_WAITING = 200;
+const COLOURS = 6;
 const ACTIVE = ["STARTING", "RUNNING", "CANCELLING"];
 
 let several = false;
@@ -20,9 +21,9 @@ async function refresh() {
   showAccelerators(cluster);
   showQueues(queues.items, jobs.items);
   showWaiting(queues.items);
-  showMeshes(cluster.gangs, new Map(jobs.items.map((job) => [job.id, job])));
-  rows("nodes", cluster.nodes.map((node) => make("tr", { "data-node": node.id },
-    make("th", { scope: "row" }, make("code", {}, node.id.slice(0, 12))), ...onCluster(node.cluster), make("td", {}, node.address), make("td", {}, offers(node.resources)))));
+  const byId = new Map(jobs.items.map((job) => [job.id, job]));
+  showMeshes(cluster.gangs, byId);
+  showNodes(cluster, byId);
   return true;
 }
 
@@ -73,14 +74,61 @@ function showMeshes(gangs, jobs) {
   $("none-runs").hidden = gangs.length > 0;
 }
 
+/** A card for each node that has accelerators or is kept from work, with a cell for each accelerator; then all in a table. */
+function showNodes({ nodes, gangs }, jobs) {
+  const colours = new Map(gangs.map((gang, place) => [gang.job_id, place % COLOURS]));
+  const shown = nodes.filter((node) => node.accelerators.length || node.state !== "READY");
+  $("node-grid").replaceChildren(...shown.map((node) => card(node, jobs, colours)));
+  const kept = nodes.filter((node) => node.state !== "READY").length;
+  $("nodes-summary").replaceChildren(`${shown.length} with accelerators`,
+    ...(kept ? [`, ${kept} kept from work: `, make("code", {}, "slotline node include NAME"), " puts one back"] : []));
+  rows("nodes", nodes.map((node) => make("tr", { "data-node": node.id },
+    make("th", { scope: "row" }, make("code", {}, node.name), ...(node.host && node.host !== node.name ? [make("small", {}, node.host)] : [])),
+    ...onCluster(node.cluster), make("td", {}, node.address), make("td", {}, stateBadge(node.state), ...(why(node) ? [make("small", {}, why(node))] : [])),
+    make("td", {}, Object.entries(node.labels).map(([key, value]) => `${key}=${value}`).join(", ")), make("td", {}, offers(node.resources)))));
+}
+
+function card(node, jobs, colours) {
+  const used = node.accelerators.reduce((sum, kind) => sum + kind.used, 0);
+  const total = node.accelerators.reduce((sum, kind) => sum + kind.total, 0);
+  const ours = node.jobs.flatMap((job) => Object.entries(job.meshes).flatMap(([mesh, workers]) =>
+    Array.from({ length: workers }, () => ({ "data-colour": String(colours.get(job.job_id) ?? 0), title: `${mesh} of ${jobs.get(job.job_id)?.name ?? job.job_id}` }))));
+  const cells = Array.from({ length: total }, (_, place) => make("i", { class: "cell", ...(ours[place] ?? (place < used ? { "data-colour": "other", title: "held by others" } : { title: "free" })) }));
+  return make("li", { "data-node": node.name, "data-state": node.state },
+    make("b", { title: node.name }, make("bdi", {}, node.name)),
+    ...(node.state === "READY" ? [] : [stateBadge(node.state), make("small", { class: "why", title: why(node) }, why(node))]),
+    ...(several ? [make("small", {}, node.cluster)] : []),
+    ...(total ? [make("span", { class: "cells", role: "img", "aria-label": `${used} of ${total} accelerators in use` }, ...cells)] : []),
+    make("small", { class: "why" }, ...node.jobs.flatMap((job, place) => [...(place ? [", "] : []),
+      make("a", { href: `/jobs/${encodeURIComponent(job.job_id)}` }, jobs.get(job.job_id)?.name ?? job.job_id), ` ${spans(job.meshes)}`])));
+}
+
+/** Meshes in few words: m0 to m7 as "m0–m7". */
+function spans(meshes) {
+  const numbers = Object.keys(meshes).map((mesh) => Number(mesh.slice(1))).sort((a, b) => a - b);
+  const parts = [];
+  for (const n of numbers) {
+    if (parts.length && parts.at(-1)[1] === n - 1) parts.at(-1)[1] = n;
+    else parts.push([n, n]);
+  }
+  return parts.map(([first, last]) => (first === last ? `m${first}` : `m${first}–m${last}`)).join(" ");
+}
+
+/** Who keeps a node from work until when, and why. */
+function why(node) {
+  if (node.state === "READY") return "";
+  const until = node.until ? `until ${new Date(node.until).toLocaleString(undefined, { dateStyle: "short", timeStyle: "short" })}` : "";
+  return [node.id ? "" : "gone", node.by && `by ${node.by}`, until, node.reason].filter(Boolean).join(", ");
+}
+
 /** A cell that only pages of several clusters have. */
 function onCluster(name) {
   return several ? [make("td", {}, name)] : [];
 }
 
 function workers(gang) {
-  const alike = new Set(gang.workers).size < 2;
-  return alike ? `${gang.workers_per_mesh}` : gang.workers.join(", ");
+  const uniform = new Set(gang.workers).size < 2;
+  return uniform ? `${gang.workers_per_mesh}` : gang.workers.join(", ");
 }
 
 function jobCell(id, name) {

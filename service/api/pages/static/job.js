@@ -1,17 +1,17 @@
 // The page of one job: reads the JSON API every two seconds until the job has ended.
 
-import { read, repeat } from "./api.js";
+import { addStep, read, readOn, repeat } from "./api.js";
 import { showCurves } from "./curves.js";
 import { bytes, csv, make, number, percent, seconds, stateBadge, time } from "./format.js";
 import { REASONS, TimelineView } from "./timeline.js";
 
 const PAUSE_MS = 2000;
-const PAGE = 1000;
 const SHOWN_EVENTS = 500;
+const LEAST_PHASE_S = 0.05;
 const FINAL = new Set(["SUCCEEDED", "FAILED", "CANCELLED"]);
 const COMPUTE = new Set(["F", "B", "I", "W"]);
 const SLOT_COLUMNS = ["panel", "mesh", "lane", "action", "stage", "peer_stage", "peer_mesh", "edge", "microbatch", "start_s", "end_s"];
-const STEP_COLUMNS = ["step", "loss", "step_s", "makespan_s", "bubble_ratio", "exposed_transfer_s", "overlap_ratio", "grad_norm", "started_at"];
+const STEP_COLUMNS = ["step", "loss", "step_s", "makespan_s", "bubble_ratio", "exposed_transfer_s", "overlap_ratio", "grad_norm", "learning_rate", "started_at"];
 
 const $ = (id) => document.getElementById(id);
 const id = $("job").dataset.job;
@@ -32,7 +32,7 @@ async function refresh() {
   document.dispatchEvent(new CustomEvent("job", { detail: job })); // for actions.js
   const now = job.attempts?.at(-1)?.number ?? null;
   if (now !== attempt) begin(now);
-  await readOn(`${api}/steps`, steps, (step) => `page_token=${step.attempt}:${step.step}`, (step) => addStep(step));
+  await readOn(`${api}/steps`, steps, (step) => `page_token=${step.attempt}:${step.step}`, (step) => addStep(step, steps));
   await readOn(`${api}/evaluations`, evaluations, (one) => `page_token=${one.attempt}:${one.step}`, (one) => addStep(one, evaluations));
   showCharts();
   await refreshTimeline();
@@ -60,6 +60,7 @@ function showJob(job) {
     Step: `${progress.step ?? 0} of ${progress.steps ?? spec.training?.steps ?? "–"}`,
     Loss: number(progress.loss),
     "Step time": seconds(progress.step_s),
+    ...rates(job.state, progress, spec.training),
     ...(progress.model_flops_per_s ? { Computes: `${number(progress.model_flops_per_s / 1e12, 3)} TFLOP/s of the model` } : {}),
     ...(progress.mfu ? { MFU: percent(progress.mfu) } : {}),
     ...(spec.plan ? { Plan: `the saved plan ${spec.plan}` } : {}),
@@ -75,11 +76,54 @@ function showJob(job) {
     Started: time(job.started_at),
     ...(job.finished_at ? { Ended: time(job.finished_at) } : {}),
   });
+  $("spec").textContent = JSON.stringify(spec, null, 2);
+  // what happens while it starts is what a reader waits for; once it trains, its curves are
+  const place = !FINAL.has(job.state) && !progress.step ? "top" : "bottom";
+  if ($("events-section").dataset.place !== place) {
+    $("events-section").dataset.place = place;
+    if (place === "top") $("curves").before($("events-section"));
+    else $("job").append($("events-section"));
+  }
+  showLaunch(job.attempts?.at(-1)?.launch_s ?? {}, FINAL.has(job.state));
+  showPlaced(job.attempts?.at(-1)?.placed ?? []);
   rows("attempts", (job.attempts ?? []).map((a) => make("tr", {},
     make("td", { class: "number" }, String(a.number)), make("td", {}, stateBadge(a.state)),
     make("td", {}, a.reason ?? "", ...(a.message ? [make("small", {}, a.message)] : []),
       ...(a.state === "FAILED" ? [" ", make("a", { href: `${api}/postmortem?attempt=${a.number}`, download: "" }, "post-mortem")] : [])),
     make("td", {}, time(a.started_at)), make("td", {}, time(a.finished_at)))));
+}
+
+/** How long the last attempt took from the wait for accelerators to the end of its first step, phase by phase. */
+function showLaunch(phases, ended) {
+  const list = Object.entries(phases);
+  const total = seconds(list.reduce((sum, [, took]) => sum + took, 0));
+  const box = $("launch");
+  box.hidden = list.length === 0;
+  box.querySelector(".bar").replaceChildren(...list.map(([name, took]) => {
+    const part = make("span", { title: `${name} ${seconds(took)}` });
+    part.style.flexGrow = took;
+    return part;
+  }));
+  const told = list.filter(([, took]) => took >= LEAST_PHASE_S).map(([name, took]) => `${name} ${seconds(took)}`).join(", ");
+  const what = "first step" in phases ? `First step after ${total}` : ended ? `Waited and started for ${total}` : `Starting, ${total} so far`;
+  box.querySelector("p").textContent = told ? `${what}: ${told}` : what;
+}
+
+/** Nodes of the last attempt with their meshes; of a mesh that is spread over nodes with its workers there. */
+function showPlaced(placed) {
+  const nodes = Map.groupBy(placed, (part) => part.node_id);
+  const spread = (part) => placed.filter((other) => other.mesh === part.mesh).length > 1;
+  rows("placed", [...nodes.values()].map((parts) => make("tr", {},
+    make("th", { scope: "row", title: parts[0].node_id }, parts[0].node),
+    make("td", {}, parts.map((part) => (spread(part) ? `${part.mesh} (${part.workers} workers of it)` : part.mesh)).join(", ")),
+    make("td", { class: "number" }, String(parts.reduce((sum, part) => sum + part.workers, 0))))));
+}
+
+/** Samples a second, and the time that a running job has left, by the last step. */
+function rates(state, { step, steps: wanted, step_s: stepSeconds }, training) {
+  if (!stepSeconds || !training?.global_batch) return {};
+  const left = state === "RUNNING" && wanted > step ? { Left: seconds((wanted - step) * stepSeconds) } : {};
+  return { Throughput: `${number(training.global_batch / stepSeconds, 3)} samples/s`, ...left };
 }
 
 /** A number of the job in words; where the job leaves it open, the one that was planned. */
@@ -90,8 +134,8 @@ function chosen(what, given) {
 
 /** How many meshes, and how many workers each has where that is more than one. */
 function meshesOf(spec) {
-  const { meshes, workers, workers_per_mesh: alike } = spec.resources ?? {};
-  const each = workers ?? (alike > 1 ? [alike] : []);
+  const { meshes, workers, workers_per_mesh: uniform } = spec.resources ?? {};
+  const each = workers ?? (uniform > 1 ? [uniform] : []);
   return `${meshes ?? "–"} meshes${each.length ? ` of ${each.join(", ")} workers` : ""}`;
 }
 
@@ -111,24 +155,11 @@ function begin(number) {
   shown = null;
 }
 
-/** Steps come by attempt: one that goes on from a checkpoint replaces what was done behind it. */
-function addStep(step, list = steps) {
-  while (list.length && list.at(-1).step >= step.step) list.pop();
-  list.push(step);
-}
-
-/** `add` what came since the last of `list`, a few pages a round. */
-async function readOn(path, list, place, add) {
-  for (let page = 0; page < 20; page++) {
-    const after = list.length ? `&${place(list.at(-1))}` : "";
-    const answer = await read(`${path}?limit=${PAGE}${after}`);
-    answer.items.forEach(add);
-    if (!answer.next_page_token || answer.items.length === 0) return;
-  }
-}
-
 function showCharts() {
-  showCurves({ loss: $("loss"), seconds: $("seconds"), metrics: $("metrics") }, steps, evaluations, planned);
+  $("curves").hidden = document.querySelector(".charts").hidden = steps.length + evaluations.length === 0;
+  const options = { logarithmic: $("logarithmic").checked, smoothed: $("smoothed").checked };
+  const boxes = { loss: $("loss"), seconds: $("seconds"), norm: $("norm"), rate: $("rate"), metrics: $("metrics") };
+  showCurves(boxes, steps, evaluations, planned, options);
 }
 
 /** Read the timeline only when another step, or another attempt's, is to be shown: its slots never change. */
@@ -163,15 +194,26 @@ function showTimeline(timeline, gaps, keep) {
   add("measured", "Measured", timeline.measured, gaps.measured,
     `step ${timeline.step}, ${lengths(timeline.measured, gaps.meshes)}${exact}`);
   $("timeline-note").hidden = panels.length > 0;
+  showMakespans(timeline);
   view.show(panels, { meshes: gaps.meshes, keep });
   showGaps(gaps, timeline);
   showUpdate(gaps.meshes, timeline.measured);
   $("chrome").href = `${api}/timeline?format=chrome${timeline.step === null ? "" : `&step=${timeline.step}`}`;
   $("chrome").download = `${id}-step-${timeline.step}.json`;
+  $("perfetto").hidden = $("why-section").hidden = false;
   const slots = panels.flatMap((panel) => panel.slots.map((slot) => ({ panel: panel.name, ...slot })));
   offer($("csv"), csv(SLOT_COLUMNS, slots), `${id}-step-${timeline.step}.csv`);
   const names = [...new Set(steps.flatMap((s) => Object.keys(s.metrics)))];
   offer($("steps-csv"), csv([...STEP_COLUMNS, ...names], steps.map((s) => ({ ...s.metrics, ...s }))), `${id}-steps.csv`);
+}
+
+/** The makespan as it was planned before anything ran, with the costs of profiled steps, and as the shown step took. */
+function showMakespans({ planned: first, measured }) {
+  const calibrated = choice?.calibrated;
+  $("makespans").hidden = !(first && measured && calibrated);
+  if ($("makespans").hidden) return;
+  $("makespans").textContent = `Makespan: first plan ${seconds(first.makespan_s)}, calibrated ${seconds(calibrated.makespan_s)}, `
+    + `measured ${seconds(measured.makespan_s)} (costs of ${calibrated.steps} profiled ${calibrated.steps === 1 ? "step" : "steps"})`;
 }
 
 /** Makespan and bubble in words; the bubble is what the compute lanes of all meshes leave of the makespan. */
@@ -219,6 +261,25 @@ function showEvents() {
     make("tr", {}, make("td", {}, time(event.at)), make("td", {}, event.kind), make("td", {}, event.message ?? ""))));
 }
 
+/** Read when a reader opens the list: the control plane looks at the storage itself. */
+async function showFiles() {
+  if (!$("files").open) return;
+  const lines = [];
+  try {
+    for (const one of (await read(`${api}/checkpoints`)).items) {
+      const why = [one.latest ? "latest" : "", one.best ? "lowest loss" : "", one.damage ?? ""].filter(Boolean).join(", ");
+      lines.push(["checkpoint", `step ${one.step}`, one.state, why, one.size_bytes, one.saved_at, one.uri]);
+    }
+    for (const one of (await read(`${api}/artifacts`)).items) lines.push([one.kind, one.name, "", "", one.size_bytes, one.made_at, one.place]);
+    $("files-note").textContent = lines.length ? "" : "Nothing yet.";
+  } catch (error) {
+    $("files-note").textContent = error.message;
+  }
+  rows("files-table", lines.map(([kind, name, state, why, size, at, place]) => make("tr", {},
+    make("td", {}, kind), make("td", {}, name, ...(state || why ? [make("small", {}, [state, why].filter(Boolean).join(": "))] : [])),
+    make("td", { class: "number" }, bytes(size)), make("td", {}, time(at)), make("td", {}, make("code", {}, place)))));
+}
+
 function offerSteps(numbers) {
   const select = $("step");
   const offered = [...select.options].slice(1).map((option) => Number(option.value)).reverse();
@@ -237,6 +298,8 @@ function offer(anchor, text, name) {
 for (const button of document.querySelectorAll("[data-zoom]")) button.addEventListener("click", () => view.zoom(button.dataset.zoom));
 $("transfers").addEventListener("change", (event) => { view.transfers = event.target.checked; view.draw(); });
 $("step").addEventListener("change", refreshTimeline);
+$("files").addEventListener("toggle", showFiles);
+for (const box of ["logarithmic", "smoothed"]) $(box).addEventListener("change", showCharts);
 addEventListener("resize", showCharts);
 document.addEventListener("again", () => repeat(refresh, PAUSE_MS));
 repeat(refresh, PAUSE_MS);

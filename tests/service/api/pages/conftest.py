@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import itertools
 import json
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 from websockets.sync.client import ClientConnection, connect
 
 from tests.missing import leave_out
+from tests.polling import until
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
@@ -65,10 +68,12 @@ class Page:
         return got["result"].get("value")
 
     def wait(self, expression: str, seconds: float = 60.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not self.js(f"Boolean({expression})"):
-            assert time.monotonic() < deadline, f"never true: {expression}; errors: {self.errors}"
-            time.sleep(0.05)
+        until(
+            lambda: self.js(f"Boolean({expression})"),
+            lambda: f"never true: {expression}; errors: {self.errors}",
+            limit_s=seconds,
+            every_s=0.05,
+        )
 
     def hover(self, selector: str) -> None:
         """Move the mouse to the middle of the first element that matches."""
@@ -82,10 +87,12 @@ class Page:
         """Click a link and return the text of the file `name` that it saves."""
         self.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
         self.click(selector)
-        deadline = time.monotonic() + 100
-        while not (folder / name).exists():
-            assert time.monotonic() < deadline, f"{selector} saved {list(folder.iterdir())}, not {name}"
-            time.sleep(0.05)
+        until(
+            lambda: (folder / name).exists(),
+            lambda: f"{selector} saved {list(folder.iterdir())}, not {name}",
+            limit_s=100,
+            every_s=0.05,
+        )
         return (folder / name).read_text()
 
     def _mouse(self, kind: str, selector: str) -> None:
@@ -103,12 +110,11 @@ class Page:
         path.write_bytes(base64.b64decode(got["data"]))
 
 
-@pytest.fixture(scope="session")
-def chromium(tmp_path_factory: pytest.TempPathFactory):
-    """The DevTools address of a headless Chromium; missing, it fails on CI and skips elsewhere."""
+@contextlib.contextmanager
+def headless_chromium(profile: Path) -> Iterator[str]:
+    """The DevTools address of a Chromium that keeps its files in `profile`; missing, it fails on CI and skips elsewhere."""
     if CHROMIUM is None:
         leave_out("chromium is not installed (Debian package `chromium`): the pages are not looked at")
-    profile = tmp_path_factory.mktemp("chromium")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
     flags += ["--remote-debugging-port=0", "--disable-background-networking", f"--user-data-dir={profile}"]
     with (profile / "log").open("wb") as log:
@@ -124,15 +130,27 @@ def chromium(tmp_path_factory: pytest.TempPathFactory):
             process.wait()
 
 
-@pytest.fixture
-def page(chromium: str):
-    """A fresh tab."""
+@contextlib.contextmanager
+def new_tab(chromium: str) -> Iterator[Page]:
+    """A fresh tab of the browser at this DevTools address."""
     target = httpx.put(f"{chromium}/json/new?about:blank", timeout=60).raise_for_status().json()
     try:
         with connect(target["webSocketDebuggerUrl"], max_size=None) as socket:
             yield Page(socket)
     finally:
         httpx.get(f"{chromium}/json/close/{target['id']}", timeout=60)
+
+
+@pytest.fixture(scope="session")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with headless_chromium(tmp_path_factory.mktemp("chromium")) as address:
+        yield address
+
+
+@pytest.fixture
+def page(chromium: str) -> Iterator[Page]:
+    with new_tab(chromium) as tab:
+        yield tab
 
 
 def _debugging_port(process: subprocess.Popen, profile: Path) -> int:

@@ -81,7 +81,7 @@ def test_the_cluster_page_shows_queues_nodes_meshes_and_why_jobs_wait(site: Site
     assert "patient" in waiting and listed["message"] in waiting and listed["reason"] in waiting
     mesh = page.js("document.querySelector('#meshes tbody tr').innerText").split()
     assert mesh == ["gpt", site.running, "1", "default", "cpu", "3", "1"]
-    assert "127.0.0.1" in page.js("document.querySelector('#nodes tbody tr').innerText")
+    assert "127.0.0.1" in page.js("document.querySelector('#nodes tbody tr').textContent")
     assert page.js("document.getElementById('away').textContent") == "The cluster has no accelerator."
     page.screenshot(tmp_path / "cluster.png")
     page.open(f"{site.url}/cluster", width=390, dark=True)
@@ -91,6 +91,7 @@ def test_the_cluster_page_shows_queues_nodes_meshes_and_why_jobs_wait(site: Site
     assert page.errors == []
 
 
+@pytest.mark.slow
 def test_a_quota_and_what_is_free_are_shown_as_they_change(
     tmp_path: Path, page, monkeypatch: pytest.MonkeyPatch
 ):
@@ -112,13 +113,14 @@ def test_a_quota_and_what_is_free_are_shown_as_they_change(
         assert "0 of 3 free, 3 in use here" in told
         assert "3 of 8" in page.js("document.querySelector('tr[data-queue=default]').innerText")
         assert page.js("document.querySelector('tr[data-queue=default] progress').position") == 3 / 8
-        offers = page.js("document.querySelector('#nodes tbody tr').innerText")
+        offers = page.js("document.querySelector('#nodes tbody tr').textContent")
         assert "3 slotline_worker" in offers and "2 GiB memory" in offers and "node:" not in offers
         httpx.post(f"{site.url}/api/v1/jobs/{site.waiting}/cancel", timeout=60).raise_for_status()
         page.wait("!document.getElementById('none-waits').hidden")
     assert [error for error in page.errors if "ERR_CONNECTION" not in error] == []
 
 
+@pytest.mark.slow
 def test_a_job_is_cancelled_after_a_second_click_and_retried(site: Site, page, tmp_path: Path):
     page.open(f"{site.url}/jobs/{site.waiting}")
     page.wait("!document.getElementById('cancel').hidden")
@@ -164,6 +166,7 @@ def test_logs_are_shown_searched_and_never_read_as_markup(site: Site, page, tmp_
     assert page.errors == []
 
 
+@pytest.mark.slow
 def test_actions_work_where_the_browser_signs_in_and_not_for_another_site(tmp_path: Path, page):
     with seeded_site(tmp_path / "data", api_token="letmein") as site:
         page.open(f"{site.url.replace('http://', 'http://me:letmein@')}/jobs/{site.waiting}")

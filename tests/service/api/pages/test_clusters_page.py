@@ -7,8 +7,9 @@ from pathlib import Path
 from service.client.client import Client
 from service.orchestrator.ray.local_ray import free_ports
 from service.settings.settings import Settings
+from tests.polling import until
 from tests.service.conftest import job_body
-from tests.service.serving import serve, until
+from tests.service.serving import serve
 
 
 def test_the_page_says_of_each_queue_mesh_and_node_on_which_cluster_it_is_and_which_is_away(
@@ -17,7 +18,6 @@ def test_the_page_says_of_each_queue_mesh_and_node_on_which_cluster_it_is_and_wh
     (nobody,) = free_ports(1)
     settings = Settings(
         data_dir=tmp_path,
-        tick_s=0.05,
         clusters={"east": {"address": f"http://127.0.0.1:{nobody}"}},
         queues={"default": None, "far": {"cluster": "east"}},
     )

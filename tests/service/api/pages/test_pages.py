@@ -10,7 +10,11 @@ from urllib.parse import unquote
 import httpx
 import pytest
 
-from tests.service.api.pages.seed import MICROBATCHES, SLOWER, STAGES, STEPS, Site, seeded_site
+from service.cli.job_file import spec_differences
+from service.settings.settings import Settings
+from tests.service.api.pages.seed import LAUNCH_S, MICROBATCHES, SLOWER, STAGES, STEPS, Site, seeded_site
+from tests.service.conftest import job_body
+from tests.service.serving import serve
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +66,8 @@ def test_the_job_page_draws_every_slot_planned_above_measured(site: Site, page, 
     assert "step 40" in notes[1] and "clocks agree to 20 µs" in notes[1]
     assert page.js("document.getElementById('state').textContent") == "RUNNING"
     assert page.js("document.querySelector('#loss .curve').dataset.points") == str(STEPS)
+    rate = page.js("document.querySelector('#rate').getAttribute('aria-label')")
+    assert rate == "rate: learning rate from 0.001 at step 1 to 0.04 at step 40"
     evaluated = page.js("[...document.querySelectorAll('.charts .second')].map((one) => one.dataset.points)")
     assert "3" in evaluated
     assert "loss 1.5 after step 20" in page.js("document.querySelector('#facts').textContent")
@@ -72,6 +78,117 @@ def test_the_job_page_draws_every_slot_planned_above_measured(site: Site, page, 
     assert page.js(f"document.querySelector('{accuracy}').dataset.points") == str(STEPS)
     page.screenshot(tmp_path / "job.png")
     assert page.errors == []
+
+
+def test_the_page_says_how_long_the_first_step_was_waited_for_and_in_which_phases(site: Site, page):
+    page.open(f"{site.url}/jobs/{site.running}")
+    page.wait("!document.getElementById('launch').hidden")
+    told = page.js("document.querySelector('#launch p').textContent")
+    assert told == "First step after 67.8 s: queue 60 s, place 6 s, trace 1.5 s, first step 250 ms"
+    shares = page.js(
+        "[...document.querySelectorAll('#launch .bar span')].map((one) => one.getBoundingClientRect().width)"
+    )
+    lengths = [60.0, 0.0, 0.0, *LAUNCH_S.values()]
+    assert shares == pytest.approx([sum(shares) * took / sum(lengths) for took in lengths], abs=0.1)
+    page.open(f"{site.url}/jobs/{site.waiting}")
+    page.wait("document.getElementById('state').textContent === 'QUEUED'")
+    assert page.js("document.getElementById('launch').hidden"), "it has not begun to start"
+    assert page.errors == []
+
+
+def test_curves_are_zoomed_smoothed_and_logarithmic_as_a_reader_asks(site: Site, page, tmp_path: Path):
+    page.open(f"{site.url}/jobs/{site.running}")
+    page.wait("document.querySelector('#loss .curve')")
+    shown = "(() => { const x = document.getElementById('loss').plot.scales.x; return [x.min, x.max]; })()"
+    assert page.js(shown) == [0, STEPS], "an evaluation came before the first step"
+    page.js("document.getElementById('loss').plot.setScale('x', {min: 10, max: 20})")
+    page.js("dispatchEvent(new Event('resize'))")
+    assert page.js(shown) == [10, 20], "what is read again keeps the steps that a reader chose"
+    names = "[...document.querySelectorAll('#loss .u-series th')].map((one) => one.textContent)"
+    assert page.js(names) == ["step", "loss", "loss, evaluated"]
+    page.click("#smoothed")
+    assert page.js(names) == ["step", "loss", "loss, evaluated", "loss, smoothed"]
+    raw, smooth = page.js(
+        "[1, 3].map((k) => document.getElementById('loss').plot.data[k].filter((y) => y !== null))"
+    )
+    total, weight, expected = 0.0, 0.0, []
+    for value in raw:
+        total, weight = 0.9 * total + 0.1 * value, 0.9 * weight + 0.1
+        expected.append(total / weight)
+    assert smooth == pytest.approx(expected)
+    page.click("#logarithmic")
+    assert page.js("document.getElementById('loss').plot.scales.y.distr") == 3
+    assert page.js("document.querySelector('#norm .curve').dataset.points") == str(STEPS)
+    page.screenshot(tmp_path / "curves.png")
+    assert page.errors == []
+
+
+def test_two_jobs_stand_beside_each_other_with_what_they_differ_in(site: Site, page, tmp_path: Path):
+    page.open(f"{site.url}/compare?first={site.running}&second={site.waiting}")
+    page.wait("document.querySelector('#differences tbody tr')")
+    points = "[...document.querySelectorAll('#loss .curve')].map((one) => one.dataset.points)"
+    assert page.js(points) == [str(STEPS), "0"]
+    assert page.js(points.replace("#loss", "#rate")) == [str(STEPS), "0"]
+    specs = [
+        httpx.get(f"{site.url}/api/v1/jobs/{one}").json()["spec"] for one in (site.running, site.waiting)
+    ]
+    expected = [[path, first or "–", second or "–"] for path, first, second in spec_differences(*specs)]
+    rows = page.js(
+        "[...document.querySelectorAll('#differences tr')].slice(1).map(r => [...r.children].map(e => e.textContent))"
+    )
+    loose = [[cell.replace(" ", "") for cell in row] for row in rows]
+    assert loose == [[cell.replace(" ", "") for cell in row] for row in expected] and rows
+    page.click("[name=seconds]")
+    page.wait("document.querySelector('#loss .u-legend th').textContent === 'training, s'")
+    last_s = page.js("document.getElementById('loss').plot.data[0].at(-1)")
+    steps = httpx.get(f"{site.url}/api/v1/jobs/{site.running}/steps?limit=1000").json()["items"]
+    assert last_s == pytest.approx(sum(step["step_s"] for step in steps))
+    page.screenshot(tmp_path / "compare.png")
+    assert page.errors == []
+
+
+def test_a_job_is_never_compared_with_itself(site: Site, page):
+    page.open(f"{site.url}/compare")
+    chosen = "['first', 'second'].map((name) => document.getElementById('pair').elements[name].value)"
+    first, second = page.js(chosen)
+    newest = [job["id"] for job in httpx.get(f"{site.url}/api/v1/jobs?limit=2").json()["items"]]
+    assert [second, first] == newest
+    page.open(f"{site.url}/compare?first={site.running}&second={site.running}")
+    assert page.js("document.getElementById('note').textContent") == "Choose two different jobs."
+    assert page.js("document.getElementById('both').hidden")
+    assert page.errors == []
+
+
+def test_one_job_alone_is_not_compared(tmp_path: Path, page):
+    with serve(Settings(data_dir=tmp_path)) as served:
+        httpx.post(f"{served.url}/api/v1/jobs", json=job_body()).raise_for_status()
+        page.open(f"{served.url}/compare")
+    assert page.js("document.getElementById('note').textContent") == "There are no two jobs to compare."
+    assert page.js("[...document.forms.pair.elements.second.options].length") == 2
+    assert page.js("document.forms.pair.elements.second.value") == ""
+    assert page.js("document.getElementById('both').hidden") and page.errors == []
+
+
+def test_the_page_has_the_specification_and_what_lies_in_storage(site: Site, page):
+    page.open(f"{site.url}/jobs/{site.running}")
+    page.wait("document.getElementById('spec').textContent")
+    spec = json.loads(page.js("document.getElementById('spec').textContent"))
+    assert spec == httpx.get(f"{site.url}/api/v1/jobs/{site.running}").json()["spec"]
+    page.js("document.getElementById('files').open = true")
+    page.wait("document.getElementById('files-note').textContent")
+    assert "checkpoint" in page.js("document.getElementById('files-note').textContent")
+    assert "samples/s" in page.js("document.getElementById('facts').textContent")
+
+
+def test_an_address_where_nothing_is_answers_a_page_to_a_browser_and_a_problem_to_others(site: Site, page):
+    page.open(f"{site.url}/nowhere<b>")
+    told = page.js("document.querySelector('main').textContent")
+    assert "There is no page at /nowhere" in told and "list of jobs" in told
+    browser = {"Accept": "text/html,application/xhtml+xml"}
+    assert httpx.get(f"{site.url}/nowhere", headers=browser).status_code == 404
+    for path, headers in (("/nowhere", {}), ("/api/v1/nowhere", browser)):
+        answer = httpx.get(f"{site.url}{path}", headers=headers)
+        assert answer.status_code == 404 and answer.headers["content-type"] == "application/problem+json"
 
 
 def test_both_timelines_share_one_scale_also_when_zoomed(site: Site, page):
@@ -145,8 +262,14 @@ def test_chosen_numbers_and_what_comes_behind_the_makespan_are_shown(site: Site,
     page.wait("document.getElementById('facts').textContent.includes('Planned step')")
     shown = page.js("document.getElementById('facts').textContent")
     assert f"{STAGES} stages (chosen), {STAGES} meshes, {MICROBATCHES} microbatches (chosen)" in shown
+    planned_s = site.plan.makespan_s
+    assert page.js("document.getElementById('makespans').textContent") == (
+        f"Makespan: first plan {1e3 * planned_s:.3g} ms, calibrated {1e3 * SLOWER * planned_s:.3g} ms, "
+        "measured 40 ms (costs of 1 profiled step)"
+    )
     page.open(f"{site.url}/jobs/{site.waiting}")
     page.wait("document.getElementById('facts').textContent.includes('microbatches')")
+    assert page.js("document.getElementById('makespans').hidden")
     assert "stages to be chosen" in page.js("document.getElementById('facts').textContent")
     assert page.errors == []
 
@@ -170,6 +293,7 @@ def test_a_profiled_step_can_be_chosen_and_downloaded(site: Site, page, tmp_path
     assert page.errors == []
 
 
+@pytest.mark.slow
 def test_the_page_says_why_the_chosen_step_takes_as_long_as_it_does(site: Site, page):
     page.open(f"{site.url}/jobs/{site.running}")
     page.wait("document.querySelectorAll('#step option').length === 3")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from service.spec.states import AttemptState, JobState
 from service.store import transitions
 from service.store.attempts import create_attempt, find_attempt
@@ -36,6 +38,7 @@ async def recover(url: str, site: Site) -> None:
     await database.close()
 
 
+@pytest.mark.slow
 def test_an_open_page_shows_the_resumed_attempt_when_it_starts(page, tmp_path: Path):
     with seeded_site(tmp_path) as site:
         page.open(f"{site.url}/jobs/{site.running}")

@@ -14,6 +14,7 @@ import pytest
 from service.orchestrator.decisions.attempt_lifecycle import RayJob, RayState
 from service.store.database import utc_now
 from service.store.transitions import lock_job
+from tests.polling import until_async
 from tests.service.api.conftest import Api, ApiMaker
 from tests.service.api.routers.test_jobs import problem
 from tests.service.api.routers.test_people import token
@@ -59,9 +60,7 @@ async def begun(api: Api, path: str) -> str:
     before = set(api.cluster.submissions)
     first = await api.client.delete(path)
     assert first.status_code == 202 and first.headers["Retry-After"] == "1", first.text
-    async with asyncio.timeout(60):
-        while not (new := set(api.cluster.submissions) - before):
-            await asyncio.sleep(0.01)
+    new = await until_async(lambda: set(api.cluster.submissions) - before)
     (run_id,) = new
     return run_id
 
@@ -248,9 +247,7 @@ async def test_files_of_jobs_that_ended_long_ago_go_where_the_settings_say_so(ap
     async with api.service.database.write() as session:
         (await lock_job(session, old)).finished_at = utc_now() - timedelta(days=9)
     emptying = asyncio.create_task(api.service.remover.task.remove_expired(5.0))
-    async with asyncio.timeout(60):
-        while not (runs := [one for one in api.cluster.submissions if one.startswith("remove-")]):
-            await asyncio.sleep(0.01)
+    runs = await until_async(lambda: [one for one in api.cluster.submissions if one.startswith("remove-")])
     works(api, runs[0])
     await asyncio.wait_for(emptying, 60)
     assert sorted(one.name for one in base.iterdir() if any(one.iterdir())) == sorted([young, running])

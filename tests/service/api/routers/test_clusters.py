@@ -20,6 +20,7 @@ from service.spec.states import AttemptState
 from service.store.attempts import log_locations
 from service.store.database import utc_now
 from service.store.events import events_of
+from tests.polling import until_async
 from tests.service.api.conftest import Api, ApiMaker
 from tests.service.api.routers.test_jobs import problem
 from tests.service.api.routers.test_people import ROOT, submitted, token
@@ -62,7 +63,7 @@ async def failed(api: Api, job_id: str, number: int = 1) -> None:
 async def test_a_job_runs_on_the_cluster_of_its_queue_with_its_code_and_under_its_settings(
     make_api: ApiMaker,
 ):
-    async with two_clusters(make_api, driver_url="http://from-west:80", workers_per_gpu=3) as (api, east):
+    async with two_clusters(make_api, driver_url="http://from-west:80") as (api, east):
         content = io.BytesIO()
         with zipfile.ZipFile(content, "w") as package:
             package.writestr("mine.py", "x = 1")
@@ -77,7 +78,7 @@ async def test_a_job_runs_on_the_cluster_of_its_queue_with_its_code_and_under_it
         assert list(east.packages.values()) == [content.getvalue()] and api.cluster.packages == {}
         env = [one.submissions[f"{job}-1"].env for one, job in ((api.cluster, here), (east, there))]
         assert [one["SLOTLINE_CONTROL_URL"] for one in env] == ["http://from-west:80", "http://from-east:80"]
-        assert [one["SLOTLINE_WORKERS_PER_GPU"] for one in env] == ["3", "2"]
+        assert [one["SLOTLINE_WORKERS_PER_GPU"] for one in env] == ["1", "2"]
         attempts = [(await api.job(job))["attempts"][0]["cluster"] for job in (here, there)]
         assert attempts == ["default", "east"]
         # both report to this control plane, and each is watched, read and stopped where it runs
@@ -332,9 +333,7 @@ async def test_a_job_is_measured_on_its_queues_cluster_for_its_plan(make_api: Ap
         for queue, cluster in (("east", east), ("default", api.cluster)):
             answer = await api.client.post("/api/v1/plans/job", json=job_body(queue=queue, **TWO))
             assert answer.status_code == 202, "measured on the other one does not count"
-            async with asyncio.timeout(60):
-                while not cluster.submissions:
-                    await asyncio.sleep(0.01)
+            await until_async(lambda cluster=cluster: cluster.submissions)
             (run,) = cluster.submissions
             assert run.startswith("profile-")
 

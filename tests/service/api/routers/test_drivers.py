@@ -10,12 +10,16 @@ from datetime import datetime
 
 import pytest
 
+from service.orchestrator.attempts.outcome import Backoff
+from service.spec.states import CheckState
 from service.store.attempts import find_attempt
 from service.store.plans import find_job_plan
 from service.store.transitions import lock_job
 from tests.service.api.conftest import Api, ApiMaker
 from tests.service.api.routers.test_jobs import problem
+from tests.service.serving import set_backoff
 from worker.contract import reasons
+from worker.contract.timeline import launch_message
 
 SLOTS = [
     {
@@ -52,6 +56,7 @@ STEP = {
     "exposed_transfer_s": 0.0,
     "overlap_ratio": 1.0,
     "grad_norm": 0.5,
+    "learning_rate": 3e-4,
     "started_at": 1.75e9,
 }
 
@@ -99,6 +104,25 @@ async def test_reports_show_in_the_job_its_steps_and_events(api: Api):
     targets = (await api.client.get("/api/v1/prometheus/targets")).json()
     assert targets[0]["targets"] == ["127.0.0.1:9000"]
     assert targets[0]["labels"]["__meta_slotline_job"] == job_id
+
+
+async def test_an_attempt_has_the_phases_of_its_launch_in_order(api: Api):
+    job_id = await api.started()
+    (attempt,) = (await api.job(job_id))["attempts"]
+    assert list(attempt["launch_s"]) == ["queue", "submit"], "its driver has not reported"
+    async with api.service.database.read() as session:
+        given = (await find_attempt(session, f"{job_id}-1")).submitted_at.timestamp()
+    told = [("connect", 1.5, 4.0), ("trace", 2.0, 6.0), ("trace", 0.5, 6.5), ("first step", 0.25, 6.75)]
+    events = [
+        {"at": given + at, "kind": "launch", "message": launch_message(phase, seconds)}
+        for phase, seconds, at in told
+    ]
+    await api.report(job_id, 1, events=[*events, {**events[0], "message": "took long"}])
+    (attempt,) = (await api.job(job_id))["attempts"]
+    driver = {name: attempt["launch_s"][name] for name in list(attempt["launch_s"])[2:]}
+    assert driver == {"driver": pytest.approx(2.5), "connect": 1.5, "trace": 2.5, "first step": 0.25}
+    assert list(driver) == ["driver", "connect", "trace", "first step"]
+    assert all(seconds >= 0 for seconds in attempt["launch_s"].values())
 
 
 async def test_after_a_recovery_steps_and_timelines_are_those_of_the_living_attempt(api: Api):
@@ -165,8 +189,9 @@ async def test_steps_and_events_are_read_from_after_a_number_on(api: Api):
         assert [item[key] for item in page["items"]] == expected, (what, after)
 
 
-async def test_a_failed_attempt_is_followed_after_the_pause_of_the_settings(make_api: ApiMaker):
-    async with make_api(retry_backoff_s=30, retry_backoff_limit_s=45) as api:
+async def test_a_failed_attempt_is_followed_after_a_pause_that_grows(make_api: ApiMaker):
+    async with make_api() as api:
+        set_backoff(api.service, Backoff(30.0, 45.0))
         job_id = await api.started()
         for number, pause in ((1, 30), (2, 45), (3, 45)):
             failed = {"state": "FAILED", "reason": "WORKER_LOST", "message": "gone"}
@@ -225,6 +250,21 @@ async def test_text_that_postgresql_cannot_hold_is_stored_all_the_same(api: Api,
     assert (await api.job(job_id))["state"] in ("FAILED", "RECOVERING")
 
 
+async def test_a_driver_is_told_that_its_job_was_checked_before(api: Api):
+    job_id = await api.started()
+    for state, checked in ((None, False), (CheckState.UNDECIDED, False), (CheckState.PASSED, True)):
+        async with api.service.database.write() as session:
+            (await lock_job(session, job_id)).check_state = state
+        assert (await api.driver(job_id, "GET", "")).json()["checked"] is checked
+
+
+async def test_a_driver_is_told_of_which_steps_and_evaluations_there_are_records(api: Api):
+    job_id = await api.started()
+    assert (await api.driver(job_id, "GET")).json()["recorded"] == {"steps": -1, "evaluations": -1}
+    await api.report(job_id, 1, steps=[{**STEP, "step": 4}, {**STEP, "step": 3}], evaluations=[{"step": 2}])
+    assert (await api.driver(job_id, "GET")).json()["recorded"] == {"steps": 4, "evaluations": 2}
+
+
 async def test_a_timeline_shows_planned_beside_measured(api: Api):
     job_id = await api.started()
     plan = {"begins": ["a"], "spec": {}, "plan": {"makespan_s": 1.0, "slots": [{**FULL_SLOT, **SLOTS[0]}]}}
@@ -277,8 +317,8 @@ async def test_a_trace_holds_every_slot_on_its_lane_in_microseconds(api: Api):
     events = response.json()["traceEvents"]
     slots = [event for event in events if event["ph"] == "X"]
     assert [(s["name"], s["ts"], s["dur"]) for s in slots] == [
-        ("F 0", 0.0, 0.5e6),
-        ("SEND_F 0", 0.5e6, 0.25e6),
+        ("F s0/0", 0.0, 0.5e6),
+        ("SEND_F s0/0", 0.5e6, 0.25e6),
         ("STEP", 1.5e6, 0.5e6),
     ]
     lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -358,8 +398,9 @@ async def test_fields_of_a_newer_driver_are_ignored_and_broken_reports_refused(a
     problem(await api.report(job_id, 2, steps=[step]), 422)
 
 
-async def test_metrics_targets_go_when_the_linger_is_over(make_api: ApiMaker):
-    async with make_api(metrics_linger_s=0) as api:
+async def test_metrics_targets_go_when_the_linger_is_over(make_api: ApiMaker, monkeypatch):
+    monkeypatch.setattr("service.jobs.clusters.METRICS_LINGER_S", 0.0)
+    async with make_api() as api:
         job_id = await api.started()
         await api.report(job_id, 1, metrics_endpoint="127.0.0.1:9000")
         assert len((await api.client.get("/api/v1/prometheus/targets")).json()) == 1
@@ -391,6 +432,7 @@ async def test_prometheus_is_sent_to_ports_of_nodes_only(make_api: ApiMaker, end
         assert len((await api.client.get("/api/v1/prometheus/targets")).json()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["end", "e\nnd", "\rend", "End", "state", "waiting", "error", "message", ""])
 async def test_a_drivers_event_neither_ends_a_stream_nor_speaks_for_the_control_plane(
     make_api: ApiMaker, kind: str

@@ -50,7 +50,10 @@ async def test_a_driver_that_would_be_misread_is_refused_and_the_job_says_why(
     problem = answer.json()
     assert problem["code"] == "VERSION_MISMATCH"
     assert "the driver speaks protocol 0, and this control plane" in problem["detail"]
-    assert "takes 1 to 1: give Ray's pods the worker image of this version" in problem["detail"]
+    assert (
+        f"takes 1 to {versions.PROTOCOL}: give Ray's pods the worker image of this version"
+        in problem["detail"]
+    )
     job = await api.job(job_id)
     assert (job["state"], job["reason"]) == ("RECOVERING", "VERSION_MISMATCH"), "an upgrade may be under way"
     assert problem["detail"] in job["message"]

@@ -12,8 +12,9 @@ import pytest
 from service.orchestrator.decisions.attempt_lifecycle import RayJob, RayState
 from service.orchestrator.tasks import profile
 from service.scheduler.job.cut import PipelineSetup
-from service.scheduler.job.joint import PlanRequest, plan_jointly
+from service.scheduler.job.joint import JointSearchRequest, plan_jointly
 from service.scheduler.problem.spec import MeshSpec, NetworkSpec
+from tests.polling import until_async
 from tests.service.api.conftest import Api, ApiMaker
 from tests.service.api.routers.test_jobs import problem
 from tests.service.api.routers.test_plans_api import PROFILE
@@ -46,6 +47,7 @@ def costs(counts: tuple[int, ...] = (1, 2, 4, 8), **changes: Any) -> dict[str, A
     return {"profiles": profiles, "tried": list(counts), "network": NETWORK, "update": UPDATE, **changes}
 
 
+@pytest.mark.slow
 async def test_what_a_job_leaves_open_is_chosen_for_the_shortest_step(make_api: ApiMaker):
     async with make_api(plan_budget_s=4) as api:
         job_id = await api.started(**OPEN)
@@ -67,7 +69,7 @@ async def test_what_a_job_leaves_open_is_chosen_for_the_shortest_step(make_api: 
     each = {}
     for count in (1, 2, 4, 8):
         found = plan_jointly(
-            PlanRequest(
+            JointSearchRequest(
                 {count: LayerProfile.from_json(profile_of(count))},
                 PipelineSetup([MeshSpec(name="m0"), MeshSpec(name="m1")], NetworkSpec(**NETWORK)),
                 stages=[2, 4],
@@ -131,8 +133,8 @@ async def test_a_number_that_no_longer_fits_the_memory_is_given_up(make_api: Api
     [
         ({"resources": {}}, "pipeline.stages is auto and resources.meshes is not given"),
         (
-            {"resources": {"meshes": 2, "workers_per_mesh": 3}},
-            "global_batch 8 cannot be shared by resources.workers_per_mesh 3",
+            {"resources": {}, "parallelism": {"pp": 2, "dp": 3}},
+            "global_batch 8 cannot be shared by 3 data-parallel workers of a mesh",
         ),
         ({"pipeline": {"stages": "auto", "cut": ["a"]}}, "resources.meshes 2 is more than the modules named"),
         ({"pipeline": {"stages": "auto", "cut": []}}, "cut names no module"),
@@ -175,9 +177,7 @@ async def measuring(api: Api, **changes: Any) -> str:
     before = set(api.cluster.submissions)
     first = await api.client.post("/api/v1/plans/job", json=job_body(**{**OPEN, **changes}))
     assert first.status_code == 202
-    async with asyncio.timeout(60):
-        while not (new := set(api.cluster.submissions) - before):
-            await asyncio.sleep(0.01)
+    new = await until_async(lambda: set(api.cluster.submissions) - before)
     (run_id,) = new
     return run_id
 
@@ -207,9 +207,7 @@ async def test_a_measurement_that_ends_while_the_store_is_asked_is_not_begun_aga
 
 
 async def until_measured(api: Api) -> None:
-    async with asyncio.timeout(60):
-        while api.service.profiler._runs:
-            await asyncio.sleep(0.01)
+    await until_async(lambda: not api.service.profiler._runs)
 
 
 async def test_the_plan_of_a_job_that_nobody_trained_is_made_when_one_worker_has_measured_it(api: Api):
@@ -240,6 +238,10 @@ async def test_what_a_gang_measured_plans_other_jobs_of_its_kind_at_once(make_ap
         found = await api.client.post("/api/v1/plans/job", json=job_body(**OPEN))
         assert found.status_code == 200, found.text
         assert found.json() == {**planned, "measured_by": "gang", "notes": []}
+        workers = [{"mesh": f"m{i // 2}", "worker": i % 2, "node": node} for i, node in enumerate("aabc")]
+        placed = (await api.driver(job_id, "POST", "/plan", json={**costs(), "workers": workers})).json()
+        assert placed["nodes"] == {"m0": ["a"], "m1": ["b", "c"]}
+        assert (await api.client.get(f"/api/v1/jobs/{job_id}/plan")).json()["nodes"] == placed["nodes"]
         other = await measuring(api, model={"factory": "worker.examples.unet:build"})
         assert other.startswith("profile-")
 
@@ -265,8 +267,9 @@ async def test_a_job_that_cannot_be_measured_is_refused_with_the_reason_and_may_
         assert await measuring(api) != run_id
 
 
-async def test_one_worker_that_takes_too_long_is_ended_with_a_message(make_api: ApiMaker):
-    async with make_api(profile_timeout_s=0.2) as api:
+async def test_one_worker_that_takes_too_long_is_ended_with_a_message(make_api: ApiMaker, monkeypatch):
+    monkeypatch.setattr("service.orchestrator.tasks.profile.ProfileTask.limit_s", 0.2)
+    async with make_api() as api:
         run_id = await measuring(api)
         assert "measured for more than 0.2 s" in problem(await asked(api), 422)["detail"]
         assert api.cluster.stopped == [run_id]
@@ -282,9 +285,7 @@ async def test_few_jobs_are_measured_at_once_and_not_many_wait(make_api: ApiMake
         assert "try again" in problem(full, 503)["detail"] and "Retry-After" in full.headers
         assert set(api.cluster.submissions) == set(runs), "the fifth waits for its turn"
         answers(api, runs[0], {"costs": costs()})
-        async with asyncio.timeout(60):
-            while len(api.cluster.submissions) < 5:
-                await asyncio.sleep(0.02)
+        await until_async(lambda: len(api.cluster.submissions) >= 5)
 
 
 async def test_a_job_is_not_measured_where_the_cluster_is_away_or_its_queue_is_none(make_api: ApiMaker):

@@ -113,13 +113,24 @@ async def test_a_used_key_with_another_body_is_refused(api: Api):
     [
         ({"training": {"global_batch": 10, "microbatches": 4}}, "training", "set microbatches to 2"),
         ({"stages": 4}, "stages", "unknown field"),
+        (
+            {"training": {"compile_limit_s": 9}},
+            "training.compile_limit_s",
+            "no field any more: a worker compiles",
+        ),
         ({"data": {"factory": "a:b", "prefetch": -1}}, "data.prefetch", "greater than or equal to 0"),
         ({"pipeline": {"stage": 4}}, "pipeline.stage", "did you mean stages?"),
         ({"pipeline": {"stages": 0}}, "pipeline.stages", "write auto, or a whole number from 1"),
         ({"pipeline": {"stages": 2, "cut": ["a"]}}, "pipeline", "names 1 modules for 2 stages"),
         ({"pipeline": {"stages": 2, "schedule": "inference"}}, "pipeline", "use one of auto, gpipe"),
         ({"resources": {"meshes": 5}}, "body", "set resources.meshes to 4"),
-        ({"resources": {"workers_per_mesh": 3}}, "body", "choose a divisor of 2"),
+        ({"parallelism": {"pp": 4, "dp": 3}}, "body", "choose a divisor of 2 for parallelism.dp"),
+        (
+            {"resources": {"workers_per_mesh": 3}},
+            "body",
+            "resources.workers_per_mesh is no field any more: write parallelism: {pp: 4, dp: 3, tp: 1}",
+        ),
+        ({"resources": {"meshes": 2, "workers": [2, 1]}}, "body", "or resources.meshes as a list"),
         *(
             (
                 {"resources": {"memory_per_worker": wrong}},
@@ -130,6 +141,19 @@ async def test_a_used_key_with_another_body_is_refused(api: Api):
         ),
         ({"model": {"factory": "nothing"}}, "model.factory", "write package.module:attribute"),
         ({"model": None}, "model", "valid dictionary"),
+        (
+            {"loss": "cross_entropy"},
+            "loss",
+            "is the text 'cross_entropy': name what makes it by its import path, as "
+            '{factory: "torch.nn.functional:cross_entropy", args: {}}',
+        ),
+        ({"optimizer": "torch.optim:SGD"}, "optimizer", '{factory: "torch.optim:SGD", args: {}}'),
+        ({"optimizer": "adamw"}, "optimizer", '{factory: "torch.optim:AdamW", args: {}}'),
+        (
+            {"pipeline": {"schedule": "1F2B"}},
+            "pipeline",
+            "schedule '1f2b' cannot train a job: use one of auto",
+        ),
         (
             {"optimizer": {"factory": "a:b", "schedule": {"factory": "b"}}},
             "optimizer.schedule.factory",
@@ -226,8 +250,9 @@ async def test_a_job_sent_as_something_else_than_json_is_told_the_content_type(a
     assert "Content-Type: application/json" in problem(refused, 422)["detail"]
 
 
-async def test_a_body_over_the_limit_is_refused_told_or_not(make_api: ApiMaker):
-    async with make_api(body_limit_bytes=2000) as api:
+async def test_a_body_over_the_limit_is_refused_told_or_not(make_api: ApiMaker, monkeypatch):
+    monkeypatch.setattr("service.api.app.JOB_LIMIT_BYTES", 2000)
+    async with make_api() as api:
         long = job_body(model={"factory": "a:b", "args": {"x": "y" * 3000}})
         problem(await api.client.post("/api/v1/jobs", json=long), 413)
 
@@ -241,7 +266,7 @@ async def test_a_body_over_the_limit_is_refused_told_or_not(make_api: ApiMaker):
 
 
 async def test_unknown_places_and_methods_say_what_there_is(api: Api):
-    assert "/api/v1/jobs lists them" in problem(await api.client.get("/api/v1/jobs/job-none"), 404)["detail"]
+    assert "GET /api/v1/jobs does" in problem(await api.client.get("/api/v1/jobs/job-none"), 404)["detail"]
     problem(await api.client.get("/api/v1/nothing"), 404)
     response = await api.client.put("/api/v1/jobs")
     assert problem(response, 405)["detail"].endswith("use GET, POST")
@@ -342,6 +367,7 @@ async def test_cluster_and_queues_tell_who_uses_what_and_why_jobs_wait(make_api:
             "total": 4,
             "used": 4,
             "free": 0,
+            "left_out": 0,
             "cluster": "default",
         }
         assert [gang["job_id"] for gang in cluster["gangs"]] == [first]

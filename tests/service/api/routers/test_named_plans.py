@@ -6,6 +6,8 @@ import json
 from datetime import timedelta
 from typing import Any
 
+import pytest
+
 from service.spec.principals import Role
 from service.store.database import utc_now
 from service.store.files import RetentionPolicy, apply_retention
@@ -80,6 +82,8 @@ async def test_plans_are_listed_shown_and_deleted_and_jobs_keep_theirs(api: Api)
     )
     assert one["expires_at"] > one["used_at"] and one["begins"] == plan["begins"] and one["size_bytes"] > 500
     whole = (await api.client.get(f"{PLANS}/named/mine")).json()
+    assert whole["plan"].pop("nodes") == {}, "it was made for no attempt"
+    assert whole["plan"].pop("calibrated") is None, "nor measured by one"
     assert whole["plan"].items() <= plan.items() and orders(whole["plan"]) == orders(plan)
     assert whole["job"]["name"] == "small"
     job_id = await api.started(**OPEN, plan="mine")
@@ -116,7 +120,7 @@ MISMATCHES = [
     ({"model": {"factory": "worker.examples.unet:build"}}, "model.factory"),
     ({"model": {**job_body()["model"], "args": {"layers": 5, "width": 32}}}, "model.args"),
     ({"resources": {"meshes": 1}}, "resources.meshes"),
-    ({"resources": {"meshes": 2, "workers_per_mesh": 2}}, "resources.workers_per_mesh"),
+    ({"resources": {}, "parallelism": {"pp": 2, "dp": 2}}, "parallelism.dp"),
     ({"resources": {"meshes": 2, "device": "cuda"}}, "resources.device"),
     ({"training": {**OPEN["training"], "microbatches": 4}}, "training.microbatches"),
     ({"training": {**OPEN["training"], "global_batch": 16}}, "training.global_batch"),
@@ -132,6 +136,7 @@ MISMATCHES = [
 ]
 
 
+@pytest.mark.slow
 async def test_a_plan_that_was_made_for_another_job_is_refused_by_name(make_api: ApiMaker):
     async with make_api() as api:
         fixed = {
@@ -193,6 +198,7 @@ async def test_other_layers_than_those_it_was_made_for_refuse_a_plan(make_api: A
         assert (await api.client.get(f"/api/v1/jobs/{job_id}/plan")).status_code == 404, "none was recorded"
 
 
+@pytest.mark.slow
 async def test_memory_that_no_longer_suffices_refuses_a_plan_and_what_is_held_now_is_told(make_api: ApiMaker):
     async with make_api() as api:
         plan = await kept(api)
@@ -218,6 +224,7 @@ async def test_memory_that_no_longer_suffices_refuses_a_plan_and_what_is_held_no
         assert orders(more) == orders(plan)
 
 
+@pytest.mark.slow
 async def test_a_plan_of_another_device_is_refused_where_the_workers_are(make_api: ApiMaker):
     async with make_api() as api:
         on = lambda device: [{"mesh": f"m{i}", "worker": 0, "device": device} for i in range(2)]  # noqa: E731
@@ -249,17 +256,20 @@ async def test_plans_belong_to_who_kept_them(make_api: ApiMaker):
 PEOPLE = {"ann": Role.SUBMITTER, "bob": Role.SUBMITTER, "vic": Role.VIEWER, "opa": Role.OPERATOR}
 
 
-async def test_an_owner_keeps_so_many_plans_of_such_a_size(make_api: ApiMaker):
-    async with make_api(named_plans=1) as api:
+@pytest.mark.slow
+async def test_an_owner_keeps_so_many_plans_of_such_a_size(make_api: ApiMaker, monkeypatch):
+    monkeypatch.setattr("service.jobs.saved_plans.PLANS_OF_ONE_OWNER", 1)
+    async with make_api() as api:
         await kept(api)
         spec = job_body(**OPEN, name="two")
         full = problem(await api.client.post(f"{PLANS}/job", params={"name": "two"}, json=spec), 409)
-        assert full["code"] == "TOO_MANY_PLANS" and "SLOTLINE_NAMED_PLANS" in full["detail"]
+        assert full["code"] == "TOO_MANY_PLANS" and "slotline plans remove" in full["detail"]
         await api.client.delete(f"{PLANS}/named/mine")
         assert (await api.client.post(f"{PLANS}/job", params={"name": "two"}, json=spec)).status_code == 200
-    async with make_api(named_plan_limit_bytes=1024) as api:
+    monkeypatch.setattr("service.jobs.saved_plans.PLAN_SIZE_LIMIT_BYTES", 1024)
+    async with make_api() as api:
         long = await api.client.post(f"{PLANS}/job", params={"name": "long"}, json=job_body(**OPEN))
-        assert "SLOTLINE_NAMED_PLAN_LIMIT_BYTES" in problem(long, 413)["detail"]
+        assert "fewer microbatches" in problem(long, 413)["detail"]
 
 
 async def test_plans_go_when_no_job_wants_them(api: Api):
@@ -281,13 +291,14 @@ async def test_plans_go_when_no_job_wants_them(api: Api):
     assert not await there(11)
     async with api.service.database.write() as session:
         job = await lock_job(session, job_id)
-        assert job.given_plan == plan_id
+        assert job.saved_plan_id == plan_id
     assert (await api.client.post(f"/api/v1/jobs/{job_id}/retry")).status_code == 202
     await api.rounds(job_id, 2)
     gone = problem(await api.driver(job_id, "POST", "/plan", number=2, json=costs()), 422)
     assert "'mine'" in gone["detail"] and "deleted long ago" in gone["detail"]
 
 
+@pytest.mark.slow
 async def test_lists_of_plans_have_pages_and_no_bodies(api: Api):
     await kept(api)
     for name in ("b", "c"):

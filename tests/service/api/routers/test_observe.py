@@ -11,7 +11,7 @@ from service.api import streams
 from service.control_plane import control_plane_app
 from service.jobs import timelines
 from service.orchestrator.ray.driver_logs import LogWindow
-from service.schemas.jobs import SlotView
+from service.schemas.activity import SlotView
 from service.settings.settings import Settings
 from service.spec.states import JobState
 from tests.service.api.conftest import Api
@@ -58,7 +58,7 @@ def limits_of(path: str) -> dict[str, dict]:
             },
         ),
         ("steps", {"after": NUMBER, "limit": {"default": 1000, **LIMIT}, "page_token": PAIR}),
-        ("timeline", {"step": NUMBER, "format": {"default": "json", "enum": ["json", "chrome"]}}),
+        ("timeline", {"step": NUMBER, "format": {"default": "json", "enum": ["json", "chrome", "svg"]}}),
     ],
 )
 def test_arguments_are_bounded_as_the_description_says(path: str, limits: dict):

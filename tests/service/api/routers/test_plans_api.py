@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
+import json
 import os
 import subprocess
 import sys
@@ -13,12 +14,16 @@ import zipfile
 
 import pytest
 
-from service.orchestrator.planning.pool import Planner, PlannerBusyError, PlanTimeoutError
+from service.orchestrator.planning.pool import PLAN_LIMIT_S, Planner, PlannerBusyError, PlanTimeoutError
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import PipelineSpec
 from service.scheduler.programs.plan import Plan
+from service.store.attempts import find_attempt
+from service.store.database import utc_now
+from service.store.plans import record_job_plan
 from tests.service.api.conftest import Api, ApiMaker
 from tests.service.api.routers.test_jobs import problem
+from worker.contract.reasons import Reason
 
 SPEC = {
     "microbatches": 4,
@@ -72,8 +77,9 @@ async def test_a_plan_is_the_one_that_the_scheduler_makes(make_api: ApiMaker):
         problem(await api.client.post("/api/v1/plans", json={**SPEC, "microbatches": "x"}), 422)
 
 
-async def test_a_spec_over_the_limit_is_refused_before_planning(make_api: ApiMaker):
-    async with make_api(plan_action_limit=12) as api:
+async def test_a_spec_over_the_limit_is_refused_before_planning(make_api: ApiMaker, monkeypatch):
+    monkeypatch.setattr("service.api.routers.plans.ACTION_LIMIT", 12)
+    async with make_api() as api:
         response = await api.client.post("/api/v1/plans", json={**SPEC, "microbatches": 5})
         assert "is 15, the limit is 12" in problem(response, 413)["detail"]
 
@@ -99,6 +105,7 @@ async def test_a_driver_gets_its_plan_and_the_user_reads_it(make_api: ApiMaker):
         assert timeline["planned"]["makespan_s"] == planned["plan"]["makespan_s"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sent", "planned"),
     [(None, "link"), ("none", "link"), ("link", "link"), ("half-duplex", "half-duplex")],
@@ -112,7 +119,11 @@ async def test_a_job_is_planned_with_the_sharing_and_the_links_that_were_measure
         job_id = await api.started(pipeline={"stages": 4, "schedule": "1f1b"})
         body = {"profile": PROFILE, "network": network | ({"contention": sent} if sent else {})}
         answer = (await api.driver(job_id, "POST", "/plan", json=body)).json()
-    assert answer["spec"]["network"] == {**network, "contention": planned}
+    assert answer["spec"]["network"] == {
+        **network,
+        "contention": planned,
+        "links": [links[0] | {"contention": None}],
+    }
     size = answer["spec"]["edges"][0]["backward_bytes"]
     slow = [slot for slot in answer["plan"]["slots"] if slot["action"] == "SEND_B" and slot["mesh"] == "m1"]
     for slot in slow:
@@ -159,11 +170,19 @@ async def test_a_driver_whose_plan_takes_too_long_is_told_not_to_ask_again(make_
 
     async with make_api() as api:
         job_id = await api.started()
-        monkeypatch.setattr(api.service.planner, "plan_job", too_long)
-        refused = await api.driver(job_id, "POST", "/plan", json={"profile": PROFILE})
-        assert "named pipeline.schedule" in problem(refused, 422)["detail"]
+        given = (await api.driver(job_id, "GET", "")).json()
+        assert given["plan_timeout_s"] > 2 * PLAN_LIMIT_S, "both tries end before"
+        for name, path, body in (
+            ("plan_job", "/plan", {"profile": PROFILE}),
+            ("plan_forwards", "/forward-plan", {"stages": []}),
+        ):
+            monkeypatch.setattr(api.service.planner, name, too_long)
+            refused = problem(await api.driver(job_id, "POST", path, json=body), 422)
+            assert refused["code"] == Reason.PLANNING_TIMEOUT
+            assert "named pipeline.schedule" in refused["detail"]
 
 
+@pytest.mark.slow
 async def test_a_full_line_is_refused_and_a_slow_plan_is_ended():
     planner = Planner(processes=1, queue=1, timeout_s=0.5)
     planner._guard_s = 0.2
@@ -180,6 +199,7 @@ async def test_a_full_line_is_refused_and_a_slow_plan_is_ended():
         planner.close()
 
 
+@pytest.mark.slow
 async def test_a_planning_process_that_dies_is_replaced():
     planner = Planner(processes=1, queue=1, timeout_s=200)
     try:
@@ -207,6 +227,7 @@ async def test_a_full_pool_answers_503_with_a_time_to_come_back(make_api: ApiMak
         assert int(response.headers["retry-after"]) > 0
 
 
+@pytest.mark.slow
 async def test_the_event_loop_serves_while_a_plan_is_made(make_api: ApiMaker, tmp_path):
     async with make_api() as api:
         planner, gate = api.service.planner, tmp_path / "go on"
@@ -276,8 +297,11 @@ async def test_a_zip_that_would_leave_its_folder_is_refused(make_api: ApiMaker, 
         problem(await upload(api, zipped({name: b""})), 422)
 
 
-async def test_links_broken_zips_and_bombs_are_refused(make_api: ApiMaker):
-    async with make_api(package_unpacked_limit_bytes=100_000, package_limit_bytes=50_000) as api:
+async def test_links_broken_zips_and_bombs_are_refused(make_api: ApiMaker, monkeypatch):
+    monkeypatch.setattr("service.jobs.artifacts.UNPACKED_LIMIT_BYTES", 100_000)
+    for room in ("jobs.artifacts", "api.app"):
+        monkeypatch.setattr(f"service.{room}.PACKAGE_LIMIT_BYTES", 50_000)
+    async with make_api() as api:
         assert "link" in problem(await upload(api, zipped({"link": b"/etc/passwd"}, 0o120000)), 422)["detail"]
         for content in (b"", b"PK", zipped({"a": b"b" * 100})[:-10]):
             problem(await upload(api, content), 422)
@@ -288,16 +312,68 @@ async def test_links_broken_zips_and_bombs_are_refused(make_api: ApiMaker):
 
 
 def test_a_folder_has_the_same_zip_whenever_it_is_made(tmp_path):
-    from service.cli.job_file import zip_folder
+    from service.client.job_spec import zip_folder
 
-    for name in ("one", "two"):
+    for name in ("one", "another"):
         folder = tmp_path / name
         (folder / "sub" / "__pycache__").mkdir(parents=True)
         (folder / "sub" / "a.py").write_text("a = 1\n")
         (folder / "sub" / "__pycache__" / "a.pyc").write_bytes(name.encode())
         (folder / "link").symlink_to("/etc/passwd")
-        time.sleep(0.01)
-    zips = [zip_folder(tmp_path / name) for name in ("one", "two")]
+        os.utime(folder / "sub" / "a.py", (1e9 + len(name), 1e9 + len(name)))
+    zips = [zip_folder(tmp_path / name) for name in ("one", "another")]
     assert zips[0] == zips[1]
     with zipfile.ZipFile(io.BytesIO(zips[0])) as archive:
         assert archive.namelist() == ["sub/a.py"]
+
+
+async def test_a_driver_gets_a_placement_by_what_meshes_exchange_in_the_plan_of_the_job(api: Api):
+    job_id = await api.started()
+    racks = ["r0", "r1", "r0", "r1"]
+    nodes = [{"name": f"n{i}", "free": 1, "total": 2, "rack": rack} for i, rack in enumerate(racks)]
+    request = {"nodes": nodes, "meshes": [{"workers": 1}] * 4}
+    answer = await api.driver(job_id, "POST", "/placement", json=request)
+    assert answer.status_code == 200
+    rack_of = dict(zip((node["name"] for node in nodes), racks, strict=True))
+    placed = [rack_of[name] for (name,) in answer.json()["workers"]]
+    assert placed[0] == placed[1] != placed[2] == placed[3], "without a plan the next are near"
+
+    stages = [{"name": f"s{i}", "mesh": f"m{i}", "forward_s": 1.0} for i in range(4)]
+    pairs = {(0, 1): 1, (1, 2): 1, (2, 3): 1, (0, 3): 9}
+    edges = [
+        {"source": f"s{a}", "target": f"s{b}", "forward_bytes": size, "backward_bytes": size}
+        for (a, b), size in pairs.items()
+    ]
+    meshes = [{"name": f"m{i}"} for i in range(4)]
+    spec = {"microbatches": 2, "meshes": meshes, "stages": stages, "edges": edges}
+    async with api.service.database.write() as session:
+        attempt = await find_attempt(session, f"{job_id}-1")
+        await record_job_plan(session, attempt, json.dumps({"spec": spec}), at=utc_now())
+    answer = await api.driver(job_id, "POST", "/placement", json=request)
+    placed = [rack_of[name] for (name,) in answer.json()["workers"]]
+    assert placed[0] == placed[3] != placed[1] == placed[2]
+
+    async with api.service.database.write() as session:  # a plan of another Slotline
+        attempt = await find_attempt(session, f"{job_id}-1")
+        await record_job_plan(session, attempt, json.dumps({"spec": {"stage": "?"}}), at=utc_now())
+    answer = await api.driver(job_id, "POST", "/placement", json=request)
+    placed = [rack_of[name] for (name,) in answer.json()["workers"]]
+    assert placed[0] == placed[1] != placed[2] == placed[3]
+
+
+async def test_a_placement_that_cannot_be_is_answered_with_its_reason(api: Api):
+    job_id = await api.started()
+    nodes = [{"name": name, "free": 1, "total": 2} for name in "ab"]
+
+    async def ask(**mesh: int) -> dict:
+        request = {"nodes": nodes, "meshes": [mesh]}
+        return (await api.driver(job_id, "POST", "/placement", json=request)).json()
+
+    later = await ask(workers=3)
+    assert later == {"workers": None, "refused": "3 accelerators are needed, 2 are free", "final": False}
+    never = await ask(workers=4, tensor=4)
+    assert never["final"] and "no node can hold it" in never["refused"]
+    wrong = {"nodes": nodes, "meshes": [{"workers": 3, "tensor": 2}]}
+    problem(await api.driver(job_id, "POST", "/placement", json=wrong), 422)
+    problem(await api.driver(job_id, "POST", "/placement", json={**wrong, "nodes": nodes * 2}), 422)
+    problem(await api.driver(job_id, "POST", "/placement", token="wrong", json=wrong), 401)

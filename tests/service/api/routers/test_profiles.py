@@ -58,8 +58,9 @@ async def test_of_one_model_the_newest_profiles_are_kept(api: Api, monkeypatch: 
     assert sorted(key[-1] for key in keys if key.startswith("links")) == ["4", "5"]
 
 
-async def test_a_profile_over_the_limit_is_refused_with_the_setting(make_api: ApiMaker):
-    async with make_api(profile_limit_bytes=2000) as api:
+async def test_a_profile_over_the_limit_is_refused(make_api: ApiMaker, monkeypatch):
+    monkeypatch.setattr("service.jobs.drivers.PROFILE_SIZE_LIMIT_BYTES", 2000)
+    async with make_api() as api:
         mine = await _started(api)
         refused = await api.driver(mine, "PUT", "/profile", params=KEY, json={"layers": ["x" * 2000]})
-        assert "SLOTLINE_PROFILE_LIMIT_BYTES" in problem(refused, 413)["detail"]
+        assert "the limit is 2000" in problem(refused, 413)["detail"]

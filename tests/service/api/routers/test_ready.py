@@ -19,7 +19,7 @@ async def _answer(api: Api) -> tuple[int, str]:
 async def test_rounds_that_do_not_turn_and_writes_that_fail_are_not_ready(
     make_api: ApiMaker, monkeypatch: pytest.MonkeyPatch
 ):
-    async with make_api(tick_s=0.5) as api:
+    async with make_api() as api:
         heartbeat = api.service.orchestrator.heartbeat
         await api.service.cluster.refresh()
         assert (await _answer(api))[0] == 200, "it has just begun"

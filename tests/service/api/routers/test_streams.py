@@ -15,6 +15,7 @@ from service.jobs import service as service_room
 from service.jobs.service import JobFeed
 from service.orchestrator.ray.driver_logs import LogWindow
 from service.store.attempts import find_attempt
+from tests.polling import until_async
 from tests.service.api.conftest import Api
 from tests.service.api.routers.test_jobs import problem
 
@@ -58,9 +59,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> Call
 
     async def looks(number: int) -> None:
         wanted = calls + number
-        async with asyncio.timeout(LIMIT_S):
-            while calls < wanted:
-                await asyncio.sleep(0.005)
+        await until_async(lambda: calls >= wanted, limit_s=LIMIT_S)
 
     monkeypatch.setattr(module, name, counted)
     return looks
@@ -126,6 +125,18 @@ async def test_logs_come_line_by_line_from_ray_then_from_the_store(api: Api, mon
     api.cluster.away = True
     resumed = parse((await stream(api, path, **{"Last-Event-ID": "1:2"})).text)
     assert [event.get("id") for event in resumed] == ["1:3", None]
+
+
+async def test_a_log_longer_than_one_look_is_sent_whole(api: Api, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(streams, "_LINES_PER_POLL", 3)
+    job_id = await api.started()
+    api.cluster.logs[f"{job_id}-1"] = "".join(f"line {number}\n" for number in range(1, 8))
+    await api.report(job_id, 1, state="SUCCEEDED")
+    *lines, end = parse((await stream(api, f"/api/v1/jobs/{job_id}/logs")).text)
+    assert [json.loads(line["data"])["text"] for line in lines] == [
+        f"line {number}" for number in range(1, 8)
+    ]
+    assert end["event"] == "end"
 
 
 @pytest.mark.parametrize("last", [0, 3, 5, 6, 9, 10])
@@ -234,11 +245,9 @@ async def test_a_stream_sends_all_there_is_at_once_and_looks_no_more_often_than_
         return ask(*arguments, **keywords)
 
     monkeypatch.setattr(service_room, "events_of", counted)
+    waits = count_calls(monkeypatch, JobFeed, "next")
     following = asyncio.create_task(stream(api, f"/api/v1/jobs/{job_id}/events"))
-    async with asyncio.timeout(LIMIT_S):
-        while not looked:
-            await asyncio.sleep(0.005)
-    await asyncio.sleep(0.3)
+    await waits(1)
     following.cancel()
     assert looked == [0], "once for what there is, and then it waits"
 

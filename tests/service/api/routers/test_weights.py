@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from service.orchestrator.decisions.attempt_lifecycle import RayJob, RayState
+from service.orchestrator.tasks.artifacts import ExportTask
 from service.store.measurements import StepRecord
+from tests.polling import until_async
 from tests.service.api.conftest import Api, ApiMaker
 from tests.service.api.routers.test_jobs import problem
 from tests.service.conftest import job_body
@@ -125,9 +127,7 @@ async def exporting(api: Api, job_id: str, query: str = "") -> str:
     before = set(api.cluster.submissions)
     first = await api.client.post(f"/api/v1/jobs/{job_id}/export{query}")
     assert first.status_code == 202 and first.headers["Retry-After"] == "1", first.text
-    async with asyncio.timeout(60):
-        while not (new := set(api.cluster.submissions) - before):
-            await asyncio.sleep(0.01)
+    new = await until_async(lambda: set(api.cluster.submissions) - before)
     (run_id,) = new
     return run_id
 
@@ -183,7 +183,8 @@ async def test_weights_that_cannot_be_written_are_a_problem_with_the_reason(
     make_api: ApiMaker, monkeypatch, answer, says
 ):
     monkeypatch.setattr("service.orchestrator.tasks.runner.TASK_LOG_SETTLES_S", 0.1)
-    async with make_api(export_timeout_s=0.2 if answer == "never" else 60) as api:
+    monkeypatch.setattr(ExportTask, "limit_s", 0.2 if answer == "never" else 60.0)
+    async with make_api() as api:
         job_id = await api.started(checkpoint={"uri": "/runs"})
         if answer == "away":
             api.cluster.away = True

@@ -6,11 +6,15 @@ import json
 from typing import Any
 
 import httpx
+import pytest
 
 from service.scheduler.job.cut import PipelineSetup
 from service.scheduler.job.partition import partition
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import MeshSpec, NetworkSpec, PipelineSpec
+from service.scheduler.programs.plan import Plan
+from service.schemas.activity import WhyView
+from service.schemas.plans import JobPlanView
 from service.store.attempts import find_attempt
 from service.store.database import utc_now
 from service.store.jobs import find_job
@@ -19,7 +23,7 @@ from service.store.plans import record_job_plan
 from service.store.transitions import lock_job
 from tests.service.api.conftest import Api
 from tests.service.scheduler.job.test_joint import measured as measured_layers
-from tests.service.scheduler.why.simulation import World, run
+from tests.service.scheduler.why.simulation import World, makespan, run
 from worker.contract.costs import costs_digest
 
 NETWORK = {"contention": "link", "bandwidth_bytes_per_s": 1e7, "latency_s": 1e-4}
@@ -63,12 +67,18 @@ async def trained(api: Api, world: World, *, begins: tuple[str, ...] = ("l0", "l
     return job_id
 
 
-async def measure(api: Api, job_id: str, spec: PipelineSpec, plan: Any, world: World) -> None:
+async def measure(
+    api: Api, job_id: str, spec: PipelineSpec, plan: Any, world: World, *, step: int = 5, sequence: int = 1
+) -> None:
     slots = run(spec, plan, world)
-    timeline = {"step": 5, "started_at": 1.75e9, "slots": [vars(slot) for slot in slots]}
+    timeline = {"step": step, "started_at": 1.75e9, "slots": [vars(slot) for slot in slots]}
     longest_s = max(slot.end_s for slot in slots)
     answer = await api.report(
-        job_id, 1, state="RUNNING", timelines=[timeline], steps=[{"step": 5, "step_s": 1.01 * longest_s}]
+        job_id,
+        sequence,
+        state="RUNNING",
+        timelines=[timeline],
+        steps=[{"step": step, "step_s": 1.01 * longest_s}],
     )
     assert answer.status_code == 200, answer.text
 
@@ -105,6 +115,29 @@ async def test_a_healthy_job_accuses_nobody(api: Api):
     assert "nothing is to blame" in found["verdict"].lower()
 
 
+async def test_why_and_the_plan_have_the_plan_calibrated_by_all_warm_steps(api: Api):
+    job_id = await trained(api, World(meshes={"m1": 2.0}))
+
+    async def stored_plan() -> JobPlanView:
+        return JobPlanView.model_validate_json((await api.client.get(f"/api/v1/jobs/{job_id}/plan")).content)
+
+    body = await stored_plan()
+    assert body.calibrated is None, "step 5 was the attempt's first"
+    spec, plan = PipelineSpec.model_validate(body.spec), Plan.model_validate(body.plan)
+    for step, factor in enumerate((3.0, 3.0, 8.0), 6):
+        await measure(api, job_id, spec, plan, World(meshes={"m1": factor}), step=step, sequence=step)
+    usual_s = makespan(run(spec, plan, World(meshes={"m1": 3.0})))
+    calibrated = (await stored_plan()).calibrated
+    assert calibrated is not None and calibrated.steps == 3
+    assert calibrated.makespan_s == pytest.approx(usual_s)
+    costs = {(cost.stage, cost.action): cost.seconds for cost in calibrated.costs if cost.stage is not None}
+    assert costs["s1", "F"] == pytest.approx(3.0 * spec.stages[1].forward_s)
+    found = WhyView.model_validate((await why(api, job_id)).json())
+    assert found.step == 8 and found.calibrated == calibrated
+    assert found.measured.makespan_s > 1.5 * usual_s
+    assert (await why(api, job_id, step=5)).json()["calibrated"] == calibrated.model_dump(mode="json")
+
+
 async def test_what_cannot_be_explained_is_said(api: Api):
     job_id = await trained(api, World())
     none = await why(api, await api.submit())
@@ -116,5 +149,6 @@ async def test_what_cannot_be_explained_is_said(api: Api):
         await record_job_plan(
             session, attempt, json.dumps({"spec": {"gone": 1}, "plan": {"slots": []}}), at=utc_now()
         )
+    assert (await api.client.get(f"/api/v1/jobs/{job_id}/plan")).json()["spec"] == {"gone": 1}
     old = await why(api, job_id)
     assert old.status_code == 422 and "another version" in old.json()["detail"]
