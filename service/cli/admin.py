@@ -14,12 +14,10 @@ import json
 import re
 from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.markup import escape
-from sqlalchemy.exc import IntegrityError
-from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.cli.output import (
     CliError,
@@ -34,12 +32,14 @@ from service.cli.output import (
 from service.cli.serve import settings_or_fail
 from service.client.client import Client
 from service.schemas.admin import NewToken, TokenView
-from service.spec.job import NAME_PATTERN
+from service.spec.names import NAME_PATTERN
 from service.spec.principals import Role
 from service.spec.values import VARIABLE_PATTERN
-from service.store.database import Database, utc_now
-from service.store.secrets import delete_token, generate_token, list_tokens, store_token, token_digest
-from service.store.tables import ApiToken
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncSession
+
+    from service.store.tables import ApiToken
 
 app = typer.Typer()
 
@@ -208,11 +208,7 @@ def create_token(
 @tokens_app.command("list")
 def list_all_tokens(server: ServerOption = False, as_json: JsonOption = False) -> None:
     """Names and roles of the tokens, when they were made and until when they are valid."""
-    tokens = (
-        Client().tokens()
-        if server
-        else [_token_view(token) for token in asyncio.run(_in_write_session(list_tokens))]
-    )
+    tokens = Client().tokens() if server else _tokens_in_database()
     if as_json:
         print(json.dumps([token.model_dump(mode="json") for token in tokens]))
         return
@@ -230,14 +226,32 @@ def revoke_token(
     """Make a token invalid."""
     if server:
         Client().revoke_token(name)
-    elif not asyncio.run(
-        _in_write_session(lambda s: delete_token(s, name, by=_console_principal(), at=utc_now()))
-    ):
+    elif not _revoked_in_database(name):
         raise CliError(f"there is no token named {name}: `slotline token list` shows them")
     print(json.dumps({"revoked": name}) if as_json else f"revoked {name}")
 
 
+def _tokens_in_database() -> list[TokenView]:
+    from service.store.secrets import list_tokens
+
+    return [_token_view(token) for token in asyncio.run(_in_write_session(list_tokens))]
+
+
+def _revoked_in_database(name: str) -> bool:
+    from service.store.database import utc_now
+    from service.store.secrets import delete_token
+
+    return asyncio.run(
+        _in_write_session(lambda s: delete_token(s, name, by=_console_principal(), at=utc_now()))
+    )
+
+
 def _create_in_database(name: str, role: Role, days: float | None) -> NewToken:
+    from sqlalchemy.exc import IntegrityError
+
+    from service.store.database import utc_now
+    from service.store.secrets import generate_token, store_token, token_digest
+
     token, now = generate_token(), utc_now()
     expires_at: datetime | None = None if days is None else now + timedelta(days=days)
 
@@ -267,6 +281,8 @@ def _console_principal() -> str:
 
 async def _in_write_session(work: Callable[[AsyncSession], Awaitable[T]]) -> T:
     """Run `work` in a write session of the database that the settings name."""
+    from service.store.database import Database
+
     database = Database(settings_or_fail().sqlalchemy_url)
     try:
         await database.start()

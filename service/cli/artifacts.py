@@ -18,6 +18,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from service.cli.extras import require_extras
 from service.cli.output import (
     CliError,
     JobArgument,
@@ -29,8 +30,7 @@ from service.cli.output import (
     print_waiting,
 )
 from service.client.client import Client
-from service.schemas.artifacts import RemovedView
-from service.schemas.jobs import CheckpointFile, ExportView
+from service.schemas.artifacts import CheckpointFile, ExportView, RemovedView
 from service.spec.job import stored_field
 from worker.contract.tasks import (
     EXPORT_REQUEST_VARIABLE,
@@ -165,6 +165,9 @@ def _export_locally(
     limit_s: float,
 ) -> ExportView:
     """Export on this machine, by the worker's export in a subprocess."""
+    require_extras(
+        "worker", otherwise=", or leave out -o: the cluster writes the weights beside the checkpoints"
+    )
     uri = stored_field(spec, "checkpoint", "uri", "")
     if not uri:
         raise CliError(f"job {job} saves no checkpoints: submit it with checkpoint: {{uri: /shared/place}}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import socket
 import statistics
 import subprocess
@@ -21,12 +22,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from service.cli.extras import require_extras
 from service.cli.output import CliError, JsonOption, err, out
 from service.cli.serve import LocalServer, ServerFailedError
 from service.client.client import ApiError, Client
-from service.orchestrator.ray.local_ray import free_ports
 from service.spec.states import JobState
 
+DIRECTORY = Path(".slotline")
+"""Where `slotline serve` keeps its data, too."""
 JOBS_LIMIT_S = 600.0
 ENTROPY_LIMIT_S = 60.0
 app = typer.Typer()
@@ -40,9 +43,9 @@ GPT_JOB: dict[str, Any] = {
     "data": {"factory": "worker.examples.text:ByteWindows", "args": {"length": 64}},
     "loss": {"factory": "torch.nn.functional:cross_entropy"},
     "optimizer": {"factory": "torch.optim:AdamW", "args": {"lr": 1.0e-3}},
-    "training": {"steps": 160, "global_batch": 32, "microbatches": 8, "seed": 0, "clip_grad_norm": 1.0},
+    "training": {"steps": 100, "global_batch": 32, "microbatches": 8, "seed": 0, "clip_grad_norm": 1.0},
     "pipeline": {"stages": 4, "cut": "auto", "schedule": "auto"},
-    "resources": {"meshes": 4, "workers_per_mesh": 1, "device": "cpu"},
+    "resources": {"meshes": 4, "device": "cpu"},
 }
 
 UNET_JOB: dict[str, Any] = {
@@ -53,7 +56,7 @@ UNET_JOB: dict[str, Any] = {
     "optimizer": {"factory": "torch.optim:AdamW", "args": {"lr": 2.0e-3}},
     "training": {"steps": 60, "global_batch": 64, "microbatches": 8, "seed": 0, "clip_grad_norm": 1.0},
     "pipeline": {"stages": 4, "cut": "auto", "schedule": "auto"},
-    "resources": {"meshes": 4, "workers_per_mesh": 1, "device": "cpu"},
+    "resources": {"meshes": 4, "device": "cpu"},
 }
 
 
@@ -63,10 +66,11 @@ class DemoFailedError(RuntimeError):
 
 @app.command()
 def demo(
-    directory: Annotated[Path, typer.Option(help="Where data, log and traces go")] = Path(".slotline"),
+    directory: Annotated[Path, typer.Option(help="Where data, log and traces go")] = DIRECTORY,
     as_json: JsonOption = False,
 ) -> None:
     """Train two small models on this machine and show where the time went."""
+    require_extras("server", "worker", "demo")
     try:
         rows = run_demo(directory=directory, console=err if as_json else out)
     except (DemoFailedError, ServerFailedError) as failure:
@@ -76,7 +80,7 @@ def demo(
 
 
 def run_demo(
-    *, directory: Path = Path(".slotline"), port: int | None = None, console: Console | None = None
+    *, directory: Path = DIRECTORY, port: int | None = None, console: Console | None = None
 ) -> dict[str, Any]:
     """Run both jobs on a local Slotline and print the table; returns its rows by job name.
 
@@ -151,20 +155,26 @@ def _follow_jobs(client: Client, jobs: dict[str, str], console: Console, server:
 
 def _job_row(client: Client, job_id: str, folder: Path) -> dict[str, Any]:
     """The row of one finished job; its Chrome trace is written below `folder`."""
-    job, plan = client.job(job_id), client.plan(job_id).plan
+    job, planned = client.job(job_id), client.plan(job_id)
+    plan, calibrated = planned.plan, planned.calibrated
     steps = list(client.steps(job_id))
     trace = folder / f"{job.name}.trace.json"
     trace.write_bytes(client.chrome_trace(job_id))
     settled = steps[len(steps) // 5 :]
+    fullest = max(plan["meshes"], key=lambda mesh: mesh["peak_memory_bytes"])
+    peaks = job.attempts[-1].peak_memory_bytes or {}
     return {
         "id": job_id,
         "first_loss": steps[0].loss,
         "last_loss": statistics.fmean([step.loss for step in steps[-5:]]),
         "step_s": statistics.median_high([step.step_s for step in settled]),
         "planned_makespan_s": plan["makespan_s"],
+        "calibrated_makespan_s": None if calibrated is None else calibrated.makespan_s,
         "measured_makespan_s": statistics.median_high([step.makespan_s for step in settled]),
         "planned_bubble": plan["bubble_ratio"],
         "measured_bubble": statistics.median_high([step.bubble_ratio for step in settled]),
+        "planned_peak_bytes": fullest["peak_memory_bytes"],
+        "measured_peak_bytes": peaks.get(fullest["name"]),
         "chosen": plan["chosen"],
         "trace": str(trace),
     }
@@ -179,10 +189,13 @@ def _print_results(console: Console, rows: dict[str, dict[str, Any]], url: str) 
         ("loss, first → last", lambda r: f"{r['first_loss']:.3f} → {r['last_loss']:.3f}"),
         ("step time", lambda r: f"{1e3 * r['step_s']:.1f} ms"),
         ("schedule", lambda r: r["chosen"]),
-        ("makespan, planned", lambda r: f"{1e3 * r['planned_makespan_s']:.1f} ms"),
-        ("makespan, measured", lambda r: f"{1e3 * r['measured_makespan_s']:.1f} ms"),
+        ("makespan, first plan", lambda r: _milliseconds(r["planned_makespan_s"])),
+        ("makespan, calibrated", lambda r: _milliseconds(r["calibrated_makespan_s"])),
+        ("makespan, measured", lambda r: _milliseconds(r["measured_makespan_s"])),
         ("bubble, planned", lambda r: f"{r['planned_bubble']:.1%}"),
         ("bubble, measured", lambda r: f"{r['measured_bubble']:.1%}"),
+        ("fullest mesh, planned", lambda r: _megabytes(r["planned_peak_bytes"])),
+        ("fullest mesh, measured", lambda r: _megabytes(r["measured_peak_bytes"])),
     ]
     for title, cell in lines:
         table.add_row(title, *(cell(row) for row in rows.values()))
@@ -192,6 +205,14 @@ def _print_results(console: Console, rows: dict[str, dict[str, Any]], url: str) 
         console.print(
             f"{name}: trace    {_relative_path(Path(row['trace']))} (open it in Perfetto)", soft_wrap=True
         )
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{1e3 * seconds:.1f} ms"
+
+
+def _megabytes(size: int | None) -> str:
+    return "–" if size is None else f"{size / 1e6:.1f} MB"
 
 
 def _check_learning(
@@ -205,8 +226,7 @@ def _check_learning(
         f"the corpus's single-byte frequencies alone give {baseline:.3f}"
     )
     console.print(
-        f"The pages stay readable: `{Path(sys.prefix).name}/bin/slotline serve` (data below {_relative_path(directory)}) "
-        "serves them again at the same address."
+        f"The pages stay readable: `{_serve_command(directory)}` serves them again at the same address."
     )
     if not bits < 0.9 * baseline:
         raise DemoFailedError(
@@ -227,8 +247,17 @@ def _pick_port() -> int:
         try:
             probe.bind(("127.0.0.1", 8000))
         except OSError:
+            from service.orchestrator.ray.local_ray import free_ports
+
             return free_ports(1)[0]
     return 8000
+
+
+def _serve_command(directory: Path) -> str:
+    """The command that serves the data in `directory` again from here."""
+    data = _relative_path(directory)
+    where = "" if data == str(DIRECTORY) else f"SLOTLINE_DATA_DIR={shlex.quote(data)} "
+    return f"{where}{Path(sys.prefix).name}/bin/slotline serve"
 
 
 def _relative_path(path: Path) -> str:

@@ -1,15 +1,14 @@
-"""Reads job.yaml (YAML or JSON) strictly and uploads its code folder as a reproducible zip.
+"""Reads job.yaml (YAML or JSON) strictly, changes and writes job files.
 
 Refused with file and line: a key that stands twice, a value that JSON cannot hold, a file that is neither format.
-The zip has the same bytes for the same content (fixed order, fixed times), so that the server stores it once.
 """
 
 from __future__ import annotations
 
-import io
+import copy
 import json
 import re
-import zipfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,8 @@ import typer
 import yaml
 
 from service.cli.output import CliError
-from service.client.client import Client
-from service.spec.job import PACKAGE_PREFIX, REMOTE_CODE_PREFIXES
+from service.spec.short_forms import file_form
 
-_SKIPPED_NAMES = {
-    ".git",
-    ".venv",
-    "__pycache__",
-    ".mypy_cache",
-    ".pytest_cache",
-    ".ruff_cache",
-    "node_modules",
-}
-_ZIP_TIMESTAMP = (1980, 1, 1, 0, 0, 0)
 _NO_JOB_MESSAGE = "holds no job: give model, data, loss, ... as worker/README.md shows"
 
 
@@ -57,6 +45,73 @@ def read_spec(file: Path, otherwise: str = _NO_JOB_MESSAGE) -> dict[str, Any]:
             f"{file} holds a value that JSON has not ({error}): quote dates, leave out .nan"
         ) from None
     return spec
+
+
+def with_changes(spec: dict[str, Any], changes: Sequence[str]) -> dict[str, Any]:
+    """`spec` with `path=value` set, one after the other: dots lead into mappings and lists, values are YAML."""
+    changed = copy.deepcopy(spec)
+    for change in changes:
+        path, equals, text = change.partition("=")
+        names = path.split(".")
+        if not equals or not all(names):
+            raise CliError(f"--set {change} changes nothing: write path=value, as training.steps=1000")
+        try:
+            value = yaml.load(text, StrictYamlLoader)
+            json.dumps(value, allow_nan=False)
+        except (yaml.YAMLError, _AmbiguousFileError, TypeError, ValueError) as error:
+            reason = _yaml_error_text(error) if isinstance(error, yaml.YAMLError) else error
+            raise CliError(f"--set {path}: {text!r} is no value of YAML that JSON has: {reason}") from None
+        at: Any = changed
+        for depth, name in enumerate(names):
+            last = depth == len(names) - 1
+            if isinstance(at, list) and name.isdigit() and int(name) < len(at):
+                key: Any = int(name)
+            elif isinstance(at, dict):
+                key = name
+            else:
+                kind = f"a list of {len(at)}" if isinstance(at, list) else f"{at!r}"
+                where = ".".join(names[:depth])
+                raise CliError(f"--set {path}: {where} is {kind}, which has no {name!r}")
+            if last:
+                at[key] = value
+            elif isinstance(at, dict):
+                at = at.setdefault(key, {})
+            else:
+                at = at[key]
+    return changed
+
+
+def job_file_text(spec: Mapping[str, Any]) -> str:
+    """A job file that submits the same again, without what has its default."""
+    from pydantic import ValidationError
+
+    from service.spec.job import JobSpec
+
+    try:
+        spec = JobSpec.model_validate(spec).model_dump(mode="json", exclude_defaults=True)
+    except ValidationError:  # of another version: whole, as it was stored
+        spec = dict(spec)
+    return yaml.safe_dump(file_form(spec), sort_keys=False, allow_unicode=True)
+
+
+def spec_differences(
+    first: Mapping[str, Any], second: Mapping[str, Any]
+) -> list[tuple[str, str | None, str | None]]:
+    """(path, value there, value here) of each field that differs, values as JSON, None where there is none."""
+    leaves = [dict(_leaves("", file_form(spec))) for spec in (first, second)]
+    return [
+        (path, leaves[0].get(path), leaves[1].get(path))
+        for path in dict.fromkeys([*leaves[0], *leaves[1]])
+        if leaves[0].get(path) != leaves[1].get(path)
+    ]
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping) and value:
+        for name, part in value.items():
+            yield from _leaves(f"{path}.{name}".lstrip("."), part)
+    else:
+        yield path, json.dumps(value)
 
 
 def _parse_text(text: str) -> Any:
@@ -113,32 +168,3 @@ class StrictYamlLoader(yaml.SafeLoader):
 StrictYamlLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
-
-
-def upload_code(client: Client, spec: dict[str, Any], file: Path) -> dict[str, Any]:
-    """The job with its code.working_dir, a folder of this machine, replaced by the URI of its uploaded package."""
-    code = spec.get("code")
-    place = code.get("working_dir") if isinstance(code, dict) else None
-    if not isinstance(place, str) or place.startswith((PACKAGE_PREFIX, *REMOTE_CODE_PREFIXES)):
-        return spec
-    folder = Path(place).expanduser()
-    if not folder.is_absolute() and str(file) != "-":
-        folder = file.parent / folder
-    package = client.upload_package(zip_folder(folder))
-    return {**spec, "code": {**code, "working_dir": package.uri}}
-
-
-def zip_folder(folder: Path) -> bytes:
-    """Files of `folder` in a fixed order with a fixed time; caches, links and .git stay out."""
-    if not folder.is_dir():
-        raise CliError(f"code.working_dir {folder} is no folder: give the folder that holds your modules")
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for file in sorted(folder.rglob("*")):
-            path = file.relative_to(folder)
-            if _SKIPPED_NAMES.isdisjoint(path.parts) and file.is_file() and not file.is_symlink():
-                entry = zipfile.ZipInfo(path.as_posix(), _ZIP_TIMESTAMP)
-                entry.compress_type = zipfile.ZIP_DEFLATED
-                entry.external_attr = (0o100755 if file.stat().st_mode & 0o100 else 0o100644) << 16
-                archive.writestr(entry, file.read_bytes())
-    return buffer.getvalue()

@@ -1,27 +1,35 @@
-"""Commands on jobs: submit, cancel, retry, change, jobs, job, events, logs, evaluations, timeline.
+"""Commands on jobs: submit, cancel, retry, change, jobs, job, diff, events, logs, evaluations, timeline.
 
 Results go to standard output (JSON with --json), messages for people to standard error.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from textwrap import shorten
 from typing import Annotated
 
 import typer
+from rich.console import Group, RenderableType
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from service.cli.job_file import read_spec, upload_code
+from service.cli.job_file import job_file_text, read_spec, spec_differences, with_changes
+from service.cli.local.check import with_steps
 from service.cli.output import (
+    ChangesOption,
     CliError,
     JobArgument,
     JsonOption,
     ProfiledStepOption,
     borderless_table,
+    err,
     models_to_json,
     out,
     pattern_callback,
@@ -29,13 +37,20 @@ from service.cli.output import (
     print_message,
 )
 from service.cli.plan import SavedPlanOption
-from service.client.client import Client
-from service.schemas.jobs import EvaluationView, JobSummary, JobView, TimelineSide, TimelineView
+from service.client.client import Client, ClientError
+from service.schemas.activity import EvaluationView, TimelineSide, TimelineView
+from service.schemas.jobs import JobSummary, JobView
 from service.settings.clusters import DEFAULT_CLUSTER
 from service.spec.job import IDEMPOTENCY_KEY_PATTERN
+from service.spec.short_forms import file_form
 from service.spec.states import JobState
 
 _STATE_COLOURS = {"SUCCEEDED": "green", "FAILED": "red", "RUNNING": "cyan", "CANCELLED": "yellow"}
+_PROGRESS_EVERY_S = 1.0
+_NARROW = 120
+"""Columns of a terminal below which a table of jobs has no room for reasons."""
+_WHY_WIDTH = 30
+_WHY_LENGTH = 120
 FollowOption = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends")]
 app = typer.Typer()
 
@@ -44,7 +59,12 @@ app = typer.Typer()
 def submit(
     file: Annotated[Path, typer.Argument(help="The job as YAML or JSON; - reads standard input")],
     wait: Annotated[
-        bool, typer.Option("--wait", help="Wait for the end; exit code 0 only on success")
+        bool,
+        typer.Option("--wait", help="Wait for the end and show events; exit code 0 only on success"),
+    ] = False,
+    follow: Annotated[
+        bool,
+        typer.Option("--follow", "-f", help="As --wait, with the lines of the log and a progress bar"),
     ] = False,
     key: Annotated[
         str | None,
@@ -54,18 +74,63 @@ def submit(
         ),
     ] = None,
     plan: SavedPlanOption = None,
+    changes: ChangesOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Submit a job. A folder in code.working_dir is uploaded."""
     client = Client()
-    spec = read_spec(file) | ({} if plan is None else {"plan": plan})
-    job = client.submit(upload_code(client, spec, file), idempotency_key=key)
-    if wait:  # after Ctrl-C the job trains on, and its user needs the id
+    spec = with_changes(read_spec(file), changes or ()) | ({} if plan is None else {"plan": plan})
+    try:
+        spec = with_steps(spec, file)
+    except (ValueError, OSError) as error:
+        raise CliError(str(error)) from None
+    job = client.submit(client.upload_code(spec, file.parent), idempotency_key=key)
+    if wait or follow:  # after Ctrl-C the job trains on, and its user needs the id
         print_message(f"waiting for {job.id}, {client.url}/jobs/{job.id}")
-        job = client.wait(job.id)
+        job = _followed(client, job.id, logs=follow and not as_json)
     show_job(job, client.url, as_json=as_json)
-    if wait:
+    if wait or follow:
         _fail_unless_succeeded(job)
+
+
+def _followed(client: Client, job_id: str, *, logs: bool) -> JobView:
+    """The job once it has ended. Meanwhile the lines of its log go to standard output, or else its events to standard
+    error; a terminal has a progress bar below them."""
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=err,
+        disable=not err.is_terminal,
+        redirect_stdout=out.is_terminal,
+        transient=True,
+    )
+    ended = threading.Event()
+    with bar:
+        shown = threading.Thread(target=_show_progress, args=(bar, job_id, ended), daemon=True)
+        if err.is_terminal:
+            shown.start()
+        try:
+            if logs:
+                for line in client.logs(job_id, follow=True):
+                    print(line.text, flush=True)
+            else:
+                for event in client.events(job_id, follow=True):
+                    print_message(f"{event.kind}: {event.message}")
+            return client.wait(job_id)
+        finally:
+            ended.set()
+
+
+def _show_progress(bar: Progress, job_id: str, ended: threading.Event) -> None:
+    task = bar.add_task("", total=None)
+    with Client() as client:
+        while not ended.wait(_PROGRESS_EVERY_S):
+            with contextlib.suppress(ClientError):  # a server that is away comes back, or ends the command
+                job = client.job(job_id)
+                what = job.state if job.progress.loss is None else f"loss {job.progress.loss:.4g}"
+                bar.update(task, completed=job.progress.step, total=job.progress.steps, description=what)
 
 
 @app.command()
@@ -138,10 +203,36 @@ def list_jobs(
 
 
 @app.command("job")
-def read_job(job: JobArgument, as_json: JsonOption = False) -> None:
+def read_job(
+    job: JobArgument,
+    spec: Annotated[
+        bool, typer.Option("--spec", help="Print the job file that submits the same again")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
     """State, reason, attempts and progress of a job."""
     client = Client()
+    if spec:
+        stored = client.job(job).spec
+        print_json(file_form(stored)) if as_json else print(job_file_text(stored), end="")
+        return
     show_job(client.job(job), client.url, as_json=as_json)
+
+
+@app.command()
+def diff(first: JobArgument, second: JobArgument, as_json: JsonOption = False) -> None:
+    """The fields in which the specifications of two jobs differ."""
+    client = Client()
+    found = spec_differences(client.job(first).spec, client.job(second).spec)
+    if as_json:
+        print_json({path: {first: before, second: after} for path, before, after in found})
+        return
+    table = borderless_table()
+    for title in ("field", first, second):
+        table.add_column(title, overflow="fold")
+    for path, before, after in found:
+        table.add_row(path, *("" if value is None else escape(value) for value in (before, after)))
+    out.print(table if found else "no field differs")
 
 
 @app.command()
@@ -194,23 +285,27 @@ def evaluations(job: JobArgument, as_json: JsonOption = False) -> None:
 def timeline(
     job: JobArgument,
     step: ProfiledStepOption = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write a Chrome trace here")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write a Chrome trace here, or a picture (FILE.svg)")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Planned and measured time of a step: a short table, or with -o a trace for Perfetto."""
+    """Planned and measured time of a step: a short table, or with -o a trace for Perfetto or a picture."""
     client = Client()
+    view = client.timeline(job, step)
+    drawn = output is not None and output.suffix == ".svg"
     if output is not None:
-        trace = client.chrome_trace(job, step)
+        content = view.svg().encode() if drawn else client.chrome_trace(job, view.step)
         try:
-            output.write_bytes(trace)
+            output.write_bytes(content)
         except OSError as error:
             raise CliError(f"cannot write {output}: {error.strerror}") from None
-    view = client.timeline(job, step)
     if as_json:
         print_json(view.model_dump(mode="json"))
         return
     out.print(timeline_table(view))
-    where = f"trace: {output} (open it in Perfetto)" if output else f"{client.url}/jobs/{job}"
+    written = f"picture: {output}" if drawn else f"trace: {output} (open it in Perfetto)"
+    where = written if output else f"{client.url}/jobs/{job}"
     out.print(where, soft_wrap=True)
 
 
@@ -251,15 +346,23 @@ def _state_colour(job: JobSummary) -> str:
     return _STATE_COLOURS.get(job.state, "default")
 
 
-def jobs_table(jobs: Sequence[JobSummary]) -> Table:
-    """One row a job; narrow terminals fold names and queues."""
+def jobs_table(jobs: Sequence[JobSummary]) -> RenderableType:
+    """One row a job. Narrow terminals fold names and queues, and have the reasons below, whose words stand whole."""
+    narrow = out.width < _NARROW
+    titles = ("job", "name", "queue", "state", "step", "loss")
     table = borderless_table(collapse_padding=True)
-    for title in ("job", "name", "queue", "state", "step", "loss", "why"):
+    for title in titles:
         whole = title in ("job", "state", "step", "loss")
-        width = {"name": 14, "queue": 8}.get(title) if out.width < 100 else None
+        width = {"name": 14, "queue": 8}.get(title) if narrow else None
         table.add_column(title, overflow="fold", no_wrap=whole, max_width=width)
+    reasons = Table.grid(padding=(0, 1, 0, 0))
+    reasons.add_column(no_wrap=True)
+    reasons.add_column()
+    if not narrow:
+        table.add_column("why", min_width=_WHY_WIDTH)
     for job in jobs:
         done = job.progress
+        why = escape(shorten(job.message or job.reason or "", _WHY_LENGTH, placeholder=" …"))
         table.add_row(
             job.id,
             job.name,
@@ -267,9 +370,11 @@ def jobs_table(jobs: Sequence[JobSummary]) -> Table:
             state_text(job),
             f"{done.step}/{done.steps}",
             "" if done.loss is None else f"{done.loss:.4g}",
-            escape((job.message or job.reason or "")[:120]),
+            *([] if narrow else [why]),
         )
-    return table
+        if narrow and why:
+            reasons.add_row(job.id, why)
+    return Group(table, reasons) if reasons.row_count else table
 
 
 def evaluations_table(evaluations: Sequence[EvaluationView]) -> Table:

@@ -6,19 +6,18 @@ stay cheap: commands import the scheduler, uvicorn, numpy and torch inside their
 
 from __future__ import annotations
 
+import importlib
 import os
+import re
 import sys
 from enum import StrEnum
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 from typer.completion import completion_init, get_completion_script
-
-from service.cli import admin, artifacts, demo, jobs, plan, serve, top, verify, why
-from service.cli.output import CliError, err
-from service.client.client import ClientError
+from typer.core import TyperGroup
+from typer.main import get_group
 
 PROGRAM = "slotline"
 _COMPLETE_VARIABLE = "_SLOTLINE_COMPLETE"
@@ -45,7 +44,63 @@ def handle_shell_completion() -> None:
         completion_init()
 
 
+VERBS_OF = {
+    "serve": ("serve", "migrate", "backup", "restore"),
+    "demo": ("demo",),
+    "jobs": (
+        *("submit", "cancel", "retry", "change", "jobs", "job", "diff"),
+        *("events", "logs", "evaluations", "timeline"),
+    ),
+    "top": ("top",),
+    "nodes": ("nodes",),
+    "why": ("why", "postmortem"),
+    "artifacts": ("checkpoints", "export", "artifacts", "usage"),
+    "admin": ("notifications", "whoami", "audit", "quota"),
+    "plan": ("plan", "reshard"),
+    "local.check": ("init", "check", "schema"),
+    "local.verify": ("verify",),
+    "main": ("completion",),
+}
+"""The modules of service/cli in the order of their verbs in --help; each is imported when one of its verbs is used."""
+_MODULE_OF = {verb: module for module, verbs in VERBS_OF.items() for verb in verbs}
+_GROUPS = {
+    "token": ("admin", "tokens_app"),
+    "tokens": ("admin", "tokens_app"),
+    "secret": ("admin", "secrets_app"),
+    "plans": ("plan", "plans_app"),
+    "node": ("nodes", "node_app"),
+}
+"""Verbs with verbs of their own, by module and application."""
+_HIDDEN = ("tokens",)
+
+
+class LazyVerbs(TyperGroup):
+    """Verbs whose modules are imported when they are asked for: most need a tenth of what all need together."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.commands = dict.fromkeys(
+            (*_MODULE_OF, *_GROUPS)
+        )  # the names that a typing error is compared with
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.commands)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in _GROUPS:
+            module, name = _GROUPS[cmd_name]
+            command = get_group(getattr(importlib.import_module(f"service.cli.{module}"), name))
+            command.name, command.hidden = cmd_name, cmd_name in _HIDDEN
+            return command
+        if cmd_name not in _MODULE_OF:
+            return None
+        module = _MODULE_OF[cmd_name]
+        verbs = completion_app if module == "main" else importlib.import_module(f"service.cli.{module}").app
+        return get_group(verbs).commands[cmd_name]
+
+
 app = typer.Typer(
+    cls=LazyVerbs,
     name="slotline",
     no_args_is_help=True,
     add_completion=False,
@@ -69,23 +124,8 @@ def root_options(
     """Train models too deep for one accelerator, and see where every millisecond went."""
 
 
-for _commands in (
-    serve.app,
-    demo.app,
-    jobs.app,
-    top.app,
-    why.app,
-    artifacts.app,
-    admin.app,
-    plan.app,
-    verify.app,
-    completion_app,
-):
-    app.add_typer(_commands)
-app.add_typer(admin.tokens_app, name="token")
-app.add_typer(admin.tokens_app, name="tokens", hidden=True)
-app.add_typer(admin.secrets_app, name="secret")
-app.add_typer(plan.plans_app, name="plans")
+_WHOLE_BODY = re.compile(r"(^|; )body: ")
+"""What the server calls the field of an error that several fields make together: a file has no such field."""
 
 
 def main() -> None:
@@ -96,6 +136,17 @@ def main() -> None:
     except BrokenPipeError:  # `slotline logs JOB | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except (CliError, ClientError) as error:
-        err.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+    except Exception as error:
+        from service.cli.extras import missing_package_error
+        from service.cli.output import CliError, err
+        from service.client.client import ClientError
+
+        if isinstance(error, ModuleNotFoundError):
+            error = missing_package_error(error) or error
+        if not isinstance(error, CliError | ClientError):
+            raise error
+        from rich.markup import escape
+
+        message = _WHOLE_BODY.sub(r"\1", str(error))
+        err.print(f"[red]error:[/red] {escape(message)}", highlight=False, soft_wrap=True)
         sys.exit(1)

@@ -18,7 +18,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from service.spec.job import JOB_ID_PATTERN
+from service.spec.names import JOB_ID_PATTERN
 
 if TYPE_CHECKING:
     from service.client.client import Client
@@ -50,6 +50,14 @@ ProfiledStepOption = Annotated[
     int | None, typer.Option(min=0, help="A profiled step; the last one if absent")
 ]
 BudgetOption = Annotated[float, typer.Option("--budget-s", min=0.0, help="Search time of auto, in seconds.")]
+ChangesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="PATH=VALUE",
+        help="Change a field, as training.steps=1000; several: one after the other",
+    ),
+]
 OutputFileOption = Annotated[
     Path | None, typer.Option("-o", "--output", help="Write here instead of to the terminal.")
 ]

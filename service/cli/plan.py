@@ -1,13 +1,14 @@
 """`slotline plan`, `plans` and `reshard`: plan without training: a pipeline spec, a job, a tensor's way between layouts.
 
 A pipeline spec and a resharding are planned in this process. A job is planned by a server where one answers, else on this
-machine (service.cli.local_plan). The scheduler takes a second to import and is therefore imported inside functions. The
-search budget counts work; a wall clock ends a search that passes it by far.
+machine (service.cli.local.plan). The scheduler, the client and the models of a job take longer to import than many a plan,
+and are therefore imported inside functions. The search budget counts work; a wall clock ends a search that passes it by far.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -18,8 +19,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from service.cli.job_file import read_spec, upload_code
-from service.cli.local_plan import local_job_costs, plan_from_costs, validated_job
+from service.cli.job_file import read_spec
 from service.cli.output import (
     BudgetOption,
     CliError,
@@ -34,12 +34,12 @@ from service.cli.output import (
     print_message,
     print_waiting,
 )
-from service.client.client import Client
-from service.schemas.jobs import JobPlanPreview
-from service.spec.job import NAME_PATTERN
+from service.spec.names import NAME_PATTERN
 
 if TYPE_CHECKING:
+    from service.client.client import Client
     from service.scheduler.problem.spec import PipelineSpec
+    from service.schemas.plans import JobPlanPreview
 
 # A search may pass its budget by a share of it, but by some seconds at least.
 _SEARCH_GRACE_SHARE = 0.2
@@ -155,13 +155,18 @@ def _output_format(format: str | None, as_json: bool, output: Path | None) -> st
 
 def _plan_pipeline_spec(spec: PipelineSpec, format: str, budget_s: float) -> str:
     from service.scheduler.planner import compile_kernels, make_plan
+    from service.scheduler.schedules.registry import AUTO
     from service.scheduler.views.render import FORMATS, render
 
     if format not in FORMATS:
         raise ValueError(f"format {format!r} does not exist: use one of {', '.join(FORMATS)}")
-    compile_kernels()  # the first plan on a machine would else spend all of its time on that
-    # the budget counts work; on a machine slower than the one it was calibrated on, the clock ends the search
-    latest = time.monotonic() + budget_s + max(_SEARCH_GRACE_SHARE * budget_s, _MIN_SEARCH_GRACE_S)
+    latest = (
+        math.inf
+    )  # a named schedule's search is a second of work at most: it needs no clock, and only its own kernels
+    if spec.schedule == AUTO:
+        compile_kernels()  # the first plan on a machine would else spend all of its time on that
+        # the budget counts work; on a machine slower than the one it was calibrated on, the clock ends the search
+        latest = time.monotonic() + budget_s + max(_SEARCH_GRACE_SHARE * budget_s, _MIN_SEARCH_GRACE_S)
     plan = make_plan(spec, budget_s=budget_s, expired=lambda: time.monotonic() > latest)
     for note in plan.notes:
         print_message(note)
@@ -215,11 +220,13 @@ def plan_job_file(
     """
     if local and name is not None:
         raise ValueError("--name saves the plan on a server, and --local asks none: leave out one")
+    from service.client.client import Client
+
     with Client() as client:
         by_server = not local and (name is not None or "SLOTLINE_URL" in os.environ or client.ready())
         if by_server:
             preview = client.plan_job(
-                upload_code(client, data, file),
+                client.upload_code(data, file.parent),
                 budget_s=budget_s,
                 name=name,
                 waiting=print_waiting,
@@ -227,13 +234,16 @@ def plan_job_file(
         else:
             print_message("no server is asked: the job is measured on this machine")
             preview = _plan_job_locally(data, file, budget_s)
-    for note in preview.notes:
+    for note in (*preview.notes, *preview.planning_notes):
         print_message(f"note: {note}")
     return _render_job_plan(preview, format)
 
 
 def _plan_job_locally(data: dict[str, Any], file: Path, budget_s: float) -> JobPlanPreview:
     """Measure the job by a worker's profiler on this machine, unless its costs are cached; then plan."""
+    from service.cli.local.plan import local_job_costs, plan_from_costs, validated_job
+    from service.schemas.plans import JobPlanPreview
+
     spec, folder = validated_job(data, file)
     costs = local_job_costs(spec, folder)
     return JobPlanPreview(
@@ -322,6 +332,8 @@ def list_plans(
     as_json: JsonOption = False,
 ) -> None:
     """Saved plans: the job that each was made for, its size, and its last day."""
+    from service.client.client import Client
+
     plans = list(Client().saved_plans(owner=owner))
     if as_json:
         print_json(models_to_json(plans))
@@ -347,6 +359,8 @@ def list_plans(
 @plans_app.command()
 def show(name: PlanNameArgument, owner: PlanOwnerOption = None, as_json: JsonOption = False) -> None:
     """A saved plan: cut, memory, expected step; --json is all of it, with the job that it was made for."""
+    from service.client.client import Client
+
     saved = Client().saved_plan(name, owner=owner)
     if as_json:
         print_json(saved.model_dump(mode="json"))
@@ -357,6 +371,8 @@ def show(name: PlanNameArgument, owner: PlanOwnerOption = None, as_json: JsonOpt
 @plans_app.command()
 def remove(name: PlanNameArgument, owner: PlanOwnerOption = None, as_json: JsonOption = False) -> None:
     """Delete a saved plan; jobs that were submitted with it keep it."""
+    from service.client.client import Client
+
     Client().remove_plan(name, owner=owner)
     print(json.dumps({"removed": name}) if as_json else f"removed {name}")
 

@@ -1,10 +1,10 @@
-"""`slotline serve` and `slotline migrate`, and LocalServer, which runs `serve` as a child process.
+"""`slotline serve`, `migrate`, `backup` and `restore`, and LocalServer, which runs `serve` as a child process.
 
 `serve` runs the control plane in this process until Ctrl-C; it binds the port first, so that no other server can
 take it. `migrate` brings the database to this version's tables before control planes start (the chart's hook).
 LocalServer is for the demo and the end-to-end tests: it knows the command and /readyz, nothing of the control
 plane's inside. Settings that are wrong are named one by one; values of tokens, keys and URLs with a password are
-not printed.
+not printed. What the client alone does not bring is imported inside functions.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
-from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
-from service.cli.output import CliError, JsonOption, out
+from service.cli.extras import require_extras
+from service.cli.output import CliError, JsonOption, out, print_message
 from service.client.client import Client
-from service.settings.settings import Settings, load_settings, misspelt_settings
-from service.store.database import Database, IncompatibleTablesError, NoSuchRevisionError
+from service.settings.settings import RetiredSettingError, Settings, load_settings, misspelt_settings
 from worker.contract.logs import set_up_logging
+
+if TYPE_CHECKING:
+    from service.store.database import Database
 
 _REQUEST_HEAD_LIMIT_BYTES = 65536
 """Limit of a request's line and headers together."""
@@ -55,6 +57,8 @@ def serve(
     from service.control_plane import control_plane_app
 
     settings = settings_or_fail(host=host, port=port)
+    if settings.ray_address is None and settings.has_default_cluster:
+        require_extras("worker", otherwise=", for a local Ray, or set RAY_ADDRESS to a cluster's dashboard")
     set_up_logging(
         level=settings.log_level.upper(),
         log_format=settings.log_format,
@@ -101,6 +105,8 @@ def serve(
 
 def _is_expected_traceback(record: logging.LogRecord, state: Any) -> bool:
     """True for uvicorn's traceback of a failed start that `_start_error_text` says in one line."""
+    from sqlalchemy.exc import OperationalError
+
     expected = isinstance(getattr(state, "start_error", None), OSError | RuntimeError | OperationalError)
     return expected and record.getMessage().startswith("Traceback")
 
@@ -141,6 +147,10 @@ def migrate(
     as_json: JsonOption = False,
 ) -> None:
     """Bring the database that the settings name to this version's tables; `slotline serve` does it, too."""
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from service.store.database import Database, IncompatibleTablesError, NoSuchRevisionError
+
     database = Database(settings_or_fail().sqlalchemy_url)
     shown = database.url.render_as_string(hide_password=True)
     try:
@@ -149,6 +159,80 @@ def migrate(
         why = str(getattr(error, "orig", None) or error).strip().splitlines()
         raise CliError(f"{shown} was not migrated: {why[0] if why else type(error).__name__}") from None
     print(json.dumps({"migrated": shown}) if as_json else f"migrated {shown}")
+
+
+def _database_and_key() -> tuple[Any, Path]:
+    """The URL of the database that the settings name, and the file with the key of its secrets."""
+    from sqlalchemy import make_url
+
+    from service.store.secrets import KEY_FILE
+
+    settings = settings_or_fail()
+    return make_url(settings.sqlalchemy_url), settings.data_dir.expanduser() / KEY_FILE
+
+
+BackupLimitOption = Annotated[
+    float, typer.Option("--limit-s", min=1.0, help="Limit of PostgreSQL's program, in seconds")
+]
+
+
+@app.command()
+def backup(
+    file: Annotated[Path, typer.Argument(help="The tar file to write; - is standard output")],
+    limit_s: BackupLimitOption = 3600.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the database that the settings name, with the key of secrets beside SQLite, to a file; jobs and server go on."""
+    from service.cli.backup import BackupError, write_backup
+
+    url, key = _database_and_key()
+    try:
+        if str(file) == "-":
+            about = write_backup(url, key, sys.stdout.buffer, limit_s=limit_s)
+        else:
+            about = _write_whole(file, lambda target: write_backup(url, key, target, limit_s=limit_s))
+    except (BackupError, OSError) as error:
+        raise CliError(str(error)) from None
+    if as_json and str(file) != "-":
+        print(json.dumps(about))
+    else:
+        print_message(f"{about['kind']} with tables of {about['revision']} as of {about['made_at']}: {file}")
+
+
+@app.command()
+def restore(
+    file: Annotated[Path, typer.Argument(help="What `slotline backup` wrote; - is standard input")],
+    replace: Annotated[bool, typer.Option("--replace", help="Also where the database has tables")] = False,
+    limit_s: BackupLimitOption = 3600.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Bring the database that the settings name to what a backup holds; no control plane may serve it meanwhile."""
+    from service.cli.backup import BackupError, restore_backup
+    from service.store.database import DatabaseInUseError
+
+    url, key = _database_and_key()
+    try:
+        with contextlib.ExitStack() as stack:
+            source = sys.stdin.buffer if str(file) == "-" else stack.enter_context(open(file, "rb"))
+            about = restore_backup(url, key, source, replace=replace, limit_s=limit_s)
+    except (BackupError, DatabaseInUseError, OSError) as error:
+        raise CliError(str(error)) from None
+    if as_json:
+        print(json.dumps(about))
+    else:
+        print_message(f"restored {about['kind']} with tables of {about['revision']} as of {about['made_at']}")
+
+
+def _write_whole(file: Path, write: Callable[[BinaryIO], dict[str, Any]]) -> dict[str, Any]:
+    """Write a new file that only its owner reads, or none: it may hold the key of secrets."""
+    new = file.with_name(f".{file.name}.new")
+    try:
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as target:
+            about = write(target)
+        os.replace(new, file)
+    finally:
+        new.unlink(missing_ok=True)
+    return about
 
 
 async def _start_and_close(database: Database, to: str) -> None:
@@ -164,6 +248,8 @@ def settings_or_fail(**values: object) -> Settings:
         return load_settings(**values)
     except ValidationError as error:
         raise CliError("; ".join(map(_setting_error_text, error.errors()))) from None
+    except RetiredSettingError as error:
+        raise CliError(str(error)) from None
     except SettingsError as error:
         raise CliError(f"{error}: give JSON in it, as in SLOTLINE_QUEUES='{{\"default\": null}}'") from None
 

@@ -19,11 +19,13 @@ from rich.table import Table
 from rich.text import Text
 
 from service.cli.jobs import state_text
+from service.cli.nodes import state_text as node_state_text
 from service.cli.output import JsonOption, borderless_table, models_to_json, out, print_json
 from service.client.client import Client, ClientError
 from service.schemas.clusters import AcceleratorsView, ClusterView
-from service.schemas.jobs import JobSummary, QueueView
-from service.spec.states import JobState
+from service.schemas.jobs import JobSummary
+from service.schemas.queues import QueueView
+from service.spec.states import JobState, NodeState
 
 _MAX_JOBS = 20
 _REFRESH_EVERY_S = 1.0
@@ -115,7 +117,12 @@ def _accelerators_table(cluster: ClusterView) -> RenderableType:
 def _free_accelerators_text(accelerators: Sequence[AcceleratorsView], away: str | None) -> Text:
     if away is not None:
         return Text(away, style="red")
-    parts = [f"{kind.free} of {kind.total} {kind.resource} free" for kind in accelerators if kind.total]
+    parts = [
+        f"{kind.free} of {kind.total} {kind.resource} free"
+        + (f" ({kind.left_out} left out)" if kind.left_out else "")
+        for kind in accelerators
+        if kind.total
+    ]
     return Text(", ".join(parts) or "no accelerators", style="bold")
 
 
@@ -156,7 +163,7 @@ def _jobs_table(jobs: Sequence[JobSummary]) -> Table:
 
 def _nodes_table(cluster: ClusterView, *, several: bool) -> Table:
     where = ("cluster",) if several else ()
-    table = _new_table(("node", *where, "address", "offers"), numbers=())
+    table = _new_table(("node", *where, "state and reason", "free", "address", "offers"), numbers=("free",))
     for node in cluster.nodes:
         shown = [
             f"{amount:g} {name}"
@@ -164,7 +171,9 @@ def _nodes_table(cluster: ClusterView, *, several: bool) -> Table:
             if not name.startswith(("node:", "object_store", "memory"))
         ]
         on = (escape(node.cluster),) if several else ()
-        table.add_row(escape(node.id[:12]), *on, node.address, escape(", ".join(shown)))
+        free = str(sum(kind.free for kind in node.accelerators)) if node.accelerators else ""
+        state = Text(node_state_text(node), style="" if node.state is NodeState.READY else "yellow")
+        table.add_row(escape(node.name), *on, state, free, node.address, escape(", ".join(shown)))
     return table
 
 

@@ -23,7 +23,7 @@ from service.cli.output import (
     print_json,
 )
 from service.client.client import Client
-from service.schemas.plans import MeshShareView, WhySide, WhyView
+from service.schemas.activity import MeshShareView, WhySide, WhyView
 
 app = typer.Typer()
 
@@ -42,6 +42,12 @@ def why(
     where = "the plan" if view.step is None else f"step {view.step}"
     out.print(f"[bold]{view.job_id}, {where} of attempt {view.attempt}[/bold]")
     out.print(escape(view.verdict), soft_wrap=True)
+    if view.calibrated is not None and view.measured is not None:
+        out.print(
+            f"makespan: first plan {_milliseconds(view.planned.makespan_s)}, calibrated "
+            f"{_milliseconds(view.calibrated.makespan_s)}, measured {_milliseconds(view.measured.makespan_s)}",
+            soft_wrap=True,
+        )
     for table in (_causes_table(view), _changes_table(view), _meshes_table(view), _links_table(view)):
         if table.rows:
             out.print(table)

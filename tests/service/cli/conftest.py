@@ -33,7 +33,7 @@ Run = Callable[..., Result]
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
-    with serve(Settings(data_dir=tmp_path, tick_s=0.05, retry_backoff_s=0)) as served:
+    with serve(Settings(data_dir=tmp_path)) as served:
         yield served
 
 

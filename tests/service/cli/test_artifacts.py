@@ -7,10 +7,13 @@ import threading
 from dataclasses import asdict
 from pathlib import Path
 
+import pytest
+
 from service.orchestrator.decisions.attempt_lifecycle import RayJob, RayState
+from tests.polling import until
 from tests.service.cli.conftest import Run
 from tests.service.cli.test_weights import trained
-from tests.service.serving import Served, report, until
+from tests.service.serving import Served, report
 from worker.contract.checkpoint_files import step_uri, stored_bytes
 from worker.contract.tasks import REMOVAL_REQUEST_VARIABLE, REMOVAL_RESULT_MARK, removal_requests_from_json
 from worker.tasks.remove import remove_artifacts
@@ -33,6 +36,7 @@ def works(served: Served) -> threading.Thread:
     return thread
 
 
+@pytest.mark.slow
 def test_what_a_job_has_left_is_shown_counted_and_deleted(run: Run, served: Served, tmp_path: Path):
     job_id, _ = trained(run, served, tmp_path)
     base = str(tmp_path / "runs")

@@ -45,6 +45,7 @@ def test_another_shell_is_refused(run: Run):
     assert run("completion", "tcsh").code == 2
 
 
+@pytest.mark.slow
 def test_verbs_options_and_jobs_are_completed(served: Served):
     with Client(served.url) as client:
         job_id = client.submit(job_body(name="one-of-mine")).id

@@ -10,10 +10,11 @@ import pytest
 import yaml
 
 from service.orchestrator.decisions.attempt_lifecycle import RayJob, RayState
+from tests.polling import until
 from tests.service.api.routers.test_job_plans import OPEN, costs
 from tests.service.cli.conftest import Run
 from tests.service.conftest import job_body
-from tests.service.serving import Served, until
+from tests.service.serving import Served
 from worker.contract.costs import PROFILE_RESULT_MARK
 
 TINY = {
@@ -43,6 +44,7 @@ def written(folder: Path, **changes) -> Path:
     return file
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_without_a_server_a_job_is_measured_here_once_and_planned(run: Run, here: Path, monkeypatch):
     file = written(here)
@@ -66,7 +68,7 @@ def test_without_a_server_a_job_is_measured_here_once_and_planned(run: Run, here
     def never(*_arguments, **_options):
         raise AssertionError("measured again")
 
-    monkeypatch.setattr("service.cli.local_plan._measure_costs", never)
+    monkeypatch.setattr("service.cli.local.plan._measure_costs", never)
     text = run("plan", file, "--budget-s", 1)
     assert text.code == 0, text.err
     assert f"{answer['spec']['microbatches']} microbatches" in text.out and "REDUCE and STEP" in text.out
@@ -81,6 +83,7 @@ def test_without_a_server_a_job_is_measured_here_once_and_planned(run: Run, here
     assert named["plan"]["schedule"] == "gpipe" and len(named["begins"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_users_own_code_is_measured_in_its_folder_and_never_kept(run: Run, here: Path):
     source = here / "src"
@@ -114,13 +117,9 @@ def test_a_wrong_job_is_refused_before_anything_is_measured(run: Run, here: Path
 
 
 def test_measuring_has_a_limit(run: Run, here: Path, monkeypatch):
-    monkeypatch.setenv("SLOTLINE_PROFILE_TIMEOUT_S", "0.01")
+    monkeypatch.setattr("service.orchestrator.tasks.profile.PROFILE_LIMIT_S", 0.01)
     refused = run("plan", written(here))
-    assert (
-        refused.code == 1
-        and "more than 0.01 s" in refused.err
-        and "SLOTLINE_PROFILE_TIMEOUT_S" in refused.err
-    )
+    assert refused.code == 1 and "more than 0.01 s" in refused.err and "fewer microbatches" in refused.err
 
 
 def test_what_only_specs_have_is_refused_for_a_job(run: Run, here: Path):
@@ -136,6 +135,7 @@ def test_a_server_that_is_named_and_away_is_not_replaced_by_this_machine(run: Ru
     assert refused.code == 1 and "no Slotline answers" in refused.err
 
 
+@pytest.mark.slow
 def test_a_server_has_one_worker_measure_and_then_answers(run: Run, served: Served, tmp_path: Path):
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(job_body(**OPEN)))

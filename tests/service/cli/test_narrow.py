@@ -1,4 +1,4 @@
-"""Tables in a terminal of 80 columns: what is copied or compared stands whole, on one line."""
+"""Tables in narrow terminals: what is copied or compared stands whole, on one line; prose breaks between words."""
 
 from __future__ import annotations
 
@@ -8,34 +8,68 @@ from datetime import UTC, datetime
 import pytest
 from rich.console import Console
 
-from service.cli import artifacts, top
-from service.schemas.jobs import CheckpointFile, JobSummary, Progress
+from service.cli import artifacts, jobs, top
+from service.schemas.artifacts import CheckpointFile
+from service.schemas.jobs import JobSummary, Progress
+
+WHY = (
+    "waits for 4 GPU on nodes with accelerator A100: 2 of 16 are free, "
+    "and job-k3j9x2abce, submitted earlier, takes these for itself first"
+)
+LONG_JOB = JobSummary(
+    id="job-k3j9x2abcd",
+    name="n" * 60,
+    owner="somebody-with-a-long-name",
+    queue="default",
+    priority=0,
+    accelerators=4,
+    state="CANCELLING",
+    reason=None,
+    message=None,
+    created_at=datetime.now(UTC),
+    started_at=None,
+    finished_at=None,
+    progress=Progress(step=99_000, steps=100_000, loss=2.054, step_s=0.01),
+)
+
+
+def console_of(columns: int, monkeypatch: pytest.MonkeyPatch) -> Console:
+    console = Console(file=io.StringIO(), width=columns)
+    for commands in (jobs, top):
+        monkeypatch.setattr(commands, "out", console)
+    return console
 
 
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> Console:
-    console = Console(file=io.StringIO(), width=80)
-    monkeypatch.setattr(top, "out", console)
-    return console
+    return console_of(80, monkeypatch)
+
+
+@pytest.mark.parametrize("columns", [80, 119, 120])
+def test_jobs_breaks_its_reasons_between_words_and_ends_a_long_one_by_an_ellipsis(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+):
+    console = console_of(columns, monkeypatch)
+    console.print(jobs.jobs_table([LONG_JOB.model_copy(update={"message": WHY}), LONG_JOB]))
+    lines = console.file.getvalue().splitlines()
+    shown = [word.strip() for line in lines for word in line.split()]
+    kept = WHY.removesuffix(" for itself first").split()
+    behind = [word for word in shown if word in kept]
+    assert behind == kept and "…" in shown
+    assert max(map(len, lines)) <= columns
+    assert (
+        sum("job-k3j9x2abcd" in line and "CANCELLING" in line and "99000/100000" in line for line in lines)
+        == 2
+    )
+
+
+def test_jobs_that_have_no_reason_take_no_room_for_one_at_80_columns(narrow: Console):
+    narrow.print(jobs.jobs_table([LONG_JOB.model_copy(update={"name": "gpt"})]))
+    assert len(narrow.file.getvalue().strip().splitlines()) == 3
 
 
 def test_top_has_each_jobs_id_on_one_line_whatever_its_name(narrow: Console):
-    job = JobSummary(
-        id="job-k3j9x2abcd",
-        name="n" * 60,
-        owner="somebody-with-a-long-name",
-        queue="default",
-        priority=0,
-        accelerators=4,
-        state="CANCELLING",
-        reason=None,
-        message=None,
-        created_at=datetime.now(UTC),
-        started_at=None,
-        finished_at=None,
-        progress=Progress(step=99_000, steps=100_000, loss=2.054, step_s=0.01),
-    )
-    narrow.print(top._jobs_table([job]))
+    narrow.print(top._jobs_table([LONG_JOB]))
     lines = narrow.file.getvalue().splitlines()
     assert any("job-k3j9x2abcd" in line and "CANCELLING" in line and "99000/100000" in line for line in lines)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from service.cli.local_plan import plan_from_costs
+from service.cli.local.plan import plan_from_costs
 from service.spec.job import JobSpec
 from tests.service.api.routers.test_job_plans import OPEN, costs
 from tests.service.api.routers.test_plans_api import SPEC

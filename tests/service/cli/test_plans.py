@@ -36,6 +36,7 @@ def job_file(served: Served, tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_a_plan_is_kept_shown_used_and_removed(run: Run, served: Served, job_file: Path):
     made = run("plan", job_file, "--name", "mine", "--json", "--budget-s", 0.5)
     assert made.code == 0, made.err

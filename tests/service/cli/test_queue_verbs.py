@@ -7,9 +7,10 @@ from pathlib import Path
 import yaml
 
 from service.client.client import Client
+from tests.polling import until
 from tests.service.cli.conftest import Run
 from tests.service.conftest import job_body
-from tests.service.serving import Served, until
+from tests.service.serving import Served
 
 
 def test_jobs_are_filtered_and_a_waiting_one_is_changed(run: Run, served: Served, tmp_path: Path):

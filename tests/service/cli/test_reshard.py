@@ -178,7 +178,7 @@ def test_files_and_formats_that_are_none_are_refused(run: Run, spec: Path, tmp_p
 
 
 def test_the_layouts_of_the_readme_are_ones_that_the_command_takes(run: Run, tmp_path: Path):
-    readme = (ROOT / "service" / "README.md").read_text()
+    readme = (ROOT / "service" / "scheduler" / "README.md").read_text()
     text = readme[readme.index("`layouts.yaml` is") :]
     tensor, side, links = re.findall(r"`((?:tensor: |links: )?\{.*?\})`", text)[:3]
     path = tmp_path / "layouts.yaml"

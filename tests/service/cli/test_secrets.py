@@ -7,7 +7,8 @@ import os
 
 import pytest
 
-from service.cli import local_plan, verify
+from service.cli.local import plan as local_plan
+from service.cli.local import verify
 from service.spec.job import JobSpec
 from tests.service.cli.conftest import Run
 from tests.service.conftest import job_body

@@ -33,6 +33,11 @@ from tests.service.serving import Served
         ({"SLOTLINE_DATABASE_URL": "mysql://me:secret@host/x"}, "write postgresql://"),
         ({"SLOTLINE_KEEP_HISTORY_DAYS": "-0.5"}, "-1 for ever"),
         ({"SLOTLINE_HOST": "203.0.113.7", "SLOTLINE_API_TOKEN": "x"}, "203.0.113.7"),
+        ({"SLOTLINE_DRIVER_PYTHON": "python3"}, "SLOTLINE_CLUSTERS, with driver_python"),
+        (
+            {"SLOTLINE_TICK_S": "1"},
+            "SLOTLINE_TICK_S is no setting any more: its value is fixed now. Remove it",
+        ),
     ],
 )
 def test_wrong_settings_stop_the_server_with_their_names(
@@ -62,6 +67,7 @@ def test_a_second_server_on_the_same_data_is_refused_and_says_so(
     assert result.code == 1 and "another Slotline serves" in result.err.replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_a_start_that_fails_as_it_may_is_told_in_one_line(tmp_path: Path):
     (tmp_path / "file").touch()
     for setting in (
@@ -98,6 +104,7 @@ def serving(tmp_path: Path, **settings: str) -> Iterator[httpx.URL]:
         process.wait(60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "piece", [b"x" * 4096, b"name: " + b"y" * 4088 + b"\r\n"], ids=["one header", "many headers"]
 )

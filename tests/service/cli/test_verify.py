@@ -9,8 +9,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from service.cli.local.verify import proof_text, verify_job
 from service.cli.main import app
-from service.cli.verify import proof_text, verify_job
 
 OWN = textwrap.dedent(
     """
@@ -54,7 +54,7 @@ OWN = textwrap.dedent(
 
 
     class Dies(nn.MSELoss):
-        left = 40
+        left = 80  # the checks before the first step call a loss some 45 times
 
         def forward(self, output, target):
             Dies.left -= 1
@@ -93,6 +93,7 @@ def job_file(tmp_path, monkeypatch):
     return write
 
 
+@pytest.mark.slow
 def test_a_true_pipeline_ends_with_0_and_says_what_was_compared_and_what_not(job_file):
     file = job_file("layers")
     result = CliRunner().invoke(app, ["verify", str(file), "--steps", "2", "--budget-s", "0.2", "--json"])
@@ -107,6 +108,7 @@ def test_a_true_pipeline_ends_with_0_and_says_what_was_compared_and_what_not(job
     assert text.startswith("equal      2 steps") and "not covered: " in text
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_trains_something_else_ends_with_1_and_names_what_differs(job_file):
     file = job_file("Doubles", training={"check_trace": False})
     result = CliRunner().invoke(app, ["verify", str(file), "--steps", "1", "--budget-s", "0.2"])
@@ -115,6 +117,7 @@ def test_a_pipeline_that_trains_something_else_ends_with_1_and_names_what_differ
     assert "0.5 times the plain model's; made by 0B0 on m0, 0B1 on m0" in result.stdout
 
 
+@pytest.mark.slow
 def test_in_python_what_cannot_be_run_raises_with_the_way_out(job_file):
     file = job_file("layers")
     job = yaml.safe_load(file.read_text())

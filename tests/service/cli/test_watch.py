@@ -15,8 +15,9 @@ from service.orchestrator.ray.local_ray import free_ports
 from service.settings.settings import Settings
 from service.spec.states import AttemptState
 from service.store.measurements import EvaluationRecord, SlotRecord, StepRecord
+from tests.polling import until
 from tests.service.cli.conftest import Run
-from tests.service.serving import Served, report, serve, until
+from tests.service.serving import Served, report, serve
 
 
 def test_events_and_logs_are_shown_whole_and_followed_to_the_end(run: Run, served: Served, job_file: Path):
@@ -52,7 +53,9 @@ def test_a_timeline_is_shown_and_written_as_a_trace(run: Run, served: Served, jo
     trace = tmp_path / "trace.json"
     result = run("timeline", job_id, "-o", trace)
     assert result.code == 0 and "measured" in result.out and "4.00 ms" in result.out
-    assert [e["name"] for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"] == ["F 0"]
+    assert [e["name"] for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"] == ["F s0/0"]
+    assert run("timeline", job_id, "-o", tmp_path / "step.svg").code == 0
+    assert (tmp_path / "step.svg").read_text().startswith("<svg")
     assert run("timeline", job_id, "--step", 2, "--json").json["step"] == 2
     missing = run("timeline", job_id, "--step", 9)
     assert missing.code == 1 and "choose one of 2" in missing.err
@@ -90,12 +93,13 @@ def test_top_shows_queues_steps_a_second_and_nodes(run: Run, served: Served, job
     assert any(line.startswith("node-1") and "4 slotline_worker" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_job_is_waited_for_and_followed_while_the_server_restarts(
     monkeypatch: pytest.MonkeyPatch, run: Run, tmp_path: Path, job_file: Path
 ):
     """The same port, the same store; the driver reports to the second control plane."""
     (port,) = free_ports(1)
-    settings = Settings(data_dir=tmp_path, tick_s=0.05, port=port)
+    settings = Settings(data_dir=tmp_path, port=port)
     monkeypatch.setenv("SLOTLINE_URL", f"http://127.0.0.1:{port}")
     results: dict[str, subprocess.CompletedProcess] = {}
 
@@ -113,11 +117,7 @@ def test_a_job_is_waited_for_and_followed_while_the_server_restarts(
         until(lambda: bool(served.cluster.submissions))
         job_id = next(iter(served.cluster.submissions)).rpartition("-")[0]
         follows = start("events", job_id, "--follow", "--json")
-        until(
-            lambda: (
-                served.requests(f"/api/v1/jobs/{job_id}/events") and served.requests(f"/api/v1/jobs/{job_id}")
-            )
-        )
+        until(lambda: served.requests(f"/api/v1/jobs/{job_id}/events") == 2)
     with serve(settings, port=port) as served:
         report(served, job_id, 1, state=AttemptState.SUCCEEDED)
         waits.join()

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+import pytest
 import yaml
-from safetensors.torch import load_file
 
 from service.orchestrator.decisions.attempt_lifecycle import RayJob, RayState
+from tests.polling import until
 from tests.service.cli.conftest import Run
 from tests.service.conftest import job_body
-from tests.service.serving import Served, until
-from worker.checkpoint import format as checkpoint_format
-from worker.checkpoint.record import RECORD_SHARD, make_record, record_to_state
+from tests.service.serving import Served
 from worker.contract.checkpoint_files import SaveSeconds
 from worker.contract.tasks import EXPORT_RESULT_MARK
+
+if TYPE_CHECKING:
+    import torch
 
 
 def trained(run: Run, served: Served, tmp_path: Path) -> tuple[str, torch.nn.Module]:
     """A job that saves, and a model that lies in its checkpoints of steps 2 and 4."""
+    import torch
+
+    from worker.checkpoint import format as checkpoint_format
+    from worker.checkpoint.record import RECORD_SHARD, make_record, record_to_state
+
     body = job_body(checkpoint={"uri": str(tmp_path / "runs"), "every_steps": 2})
     file = tmp_path / "saving.yaml"
     file.write_text(yaml.safe_dump(body))
@@ -41,7 +48,11 @@ def trained(run: Run, served: Served, tmp_path: Path) -> tuple[str, torch.nn.Mod
     return job_id, model
 
 
+@pytest.mark.slow
 def test_checkpoints_are_shown_and_weights_exported_on_this_machine(run: Run, served: Served, tmp_path: Path):
+    import torch
+    from safetensors.torch import load_file
+
     job_id, model = trained(run, served, tmp_path)
     shown = run("checkpoints", job_id, "--sums")
     assert shown.code == 0 and "latest" in shown.out and "checksums" in shown.out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from service.cli import why
-from service.schemas.plans import WhyView
+from service.schemas.activity import WhyView
 from tests.service.cli.conftest import Run
 from tests.service.serving import Served
 
@@ -27,6 +27,14 @@ def answer(**changes) -> WhyView:
         "lower_bound_s": 0.3,
         "planned": side,
         "measured": {**side, "makespan_s": 0.5},
+        "calibrated": {
+            "steps": 5,
+            "makespan_s": 0.45,
+            "measured_makespan_s": 0.46,
+            "spread_s": 0.01,
+            "update_s": 0.02,
+            "costs": [],
+        },
         "causes": [{"kind": "slow link", "subject": "m0 -> m1", "cost_s": 0.1, "message": "it is slow"}],
         "changes": [
             {
@@ -50,6 +58,7 @@ def test_causes_changes_and_shares_are_printed(run: Run, monkeypatch: pytest.Mon
     assert "step 40 of attempt 2" in shown and "over its plan [see below]" in shown
     assert "100.00 ms 20 %" in shown and "200.00 ms 40 %" in shown
     assert "m0 -> m1" in shown and "waits upstream" in shown and "200.00 ms (200.00 ms)" in shown
+    assert "makespan: first plan 300.00 ms, calibrated 450.00 ms, measured 500.00 ms" in shown
     assert "a note" in shown and "another cut" in shown
     assert run("why", "job-abcdefghij", "--json").json == answer().model_dump(mode="json")
 

@@ -18,9 +18,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from service.cli.extras import require_extras
 from service.cli.output import print_message
 from service.settings.settings import load_settings
-from service.spec.job import PACKAGE_PREFIX, REMOTE_CODE_PREFIXES, JobSpec
+from service.spec.field_errors import field_errors
+from service.spec.job import PACKAGE_PREFIX, REMOTE_CODE_PREFIXES, SubmittedJob
 from worker.contract.costs import costs_digest
 
 _JOB_SEARCH_GRACE_S = 30.0  # a search that passes its budget by more has gone wrong
@@ -42,10 +44,10 @@ def validated_job(data: dict[str, Any], file: Path) -> tuple[dict[str, Any], Pat
             raise ValueError(f"code.working_dir {str(folder)!r} is no folder: correct it")
         data = {**data, "code": {**code, "working_dir": None}}
     try:
-        spec = JobSpec.model_validate(data)
+        spec = SubmittedJob.model_validate(data)
     except ValidationError as error:
-        problems = (f"{'.'.join(map(str, item['loc'])) or 'job'}: {item['msg']}" for item in error.errors())
-        raise ValueError("; ".join(text.replace("Value error, ", "") for text in problems)) from None
+        details = [{**item, "loc": ("job", *item["loc"])} for item in error.errors()]
+        raise ValueError(field_errors(details)[1].replace("; job: ", "; ").removeprefix("job: ")) from None
     if spec.code.pip:
         print_message(
             f"note: {', '.join(spec.code.pip)} of code.pip are not installed here, but used if they are there"
@@ -55,6 +57,7 @@ def validated_job(data: dict[str, Any], file: Path) -> tuple[dict[str, Any], Pat
 
 def local_job_costs(spec: dict[str, Any], folder: Path | None) -> dict[str, Any]:
     """Measured costs of the job on this machine, cached in data_dir where no code of the user's own can change them."""
+    require_extras("server", "worker")
     from worker.contract.job import Job, microbatch_counts
 
     counts = microbatch_counts(Job.from_json(spec))
@@ -74,23 +77,23 @@ def local_job_costs(spec: dict[str, Any], folder: Path | None) -> dict[str, Any]
 
 
 def _measure_costs(spec: dict[str, Any], device: str, folder: Path | None) -> dict[str, Any]:
-    from service.orchestrator.tasks.profile import read_profile_result
+    from service.orchestrator.tasks.profile import PROFILE_LIMIT_S, read_profile_result
 
-    limit_s = load_settings().profile_timeout_s
     try:
         done = subprocess.run(
             [sys.executable, "-m", "worker.tasks", "profile"],
             input=json.dumps({"job": spec, "device": device}),
             stdout=subprocess.PIPE,
             text=True,
-            timeout=limit_s,
+            timeout=PROFILE_LIMIT_S,
             cwd=folder,
             env={**os.environ, **spec.get("env", {}), "PYTHONPATH": python_path(folder)},
             check=False,
         )
     except subprocess.TimeoutExpired:
         raise ValueError(
-            f"measuring the job took more than {limit_s:g} s and was ended: raise SLOTLINE_PROFILE_TIMEOUT_S"
+            f"measuring the job took more than {PROFILE_LIMIT_S:g} s and was ended: give it fewer microbatches, "
+            "or submit it, which measures where it trains"
         ) from None
     costs = read_profile_result(done.stdout)
     if costs is None:
@@ -100,8 +103,11 @@ def _measure_costs(spec: dict[str, Any], device: str, folder: Path | None) -> di
 
 def python_path(folder: Path | None) -> str:
     """PYTHONPATH of a process that runs the user's code: the job's folder of code first."""
-    paths = [*([str(folder.resolve())] if folder else []), os.environ.get("PYTHONPATH", "")]
-    return os.pathsep.join(path for path in paths if path)
+    own = os.environ.get("PYTHONPATH", "").split(
+        os.pathsep
+    )  # the process starts in the folder: no relative ones
+    paths = [*([folder] if folder else []), *(Path(path) for path in own if path)]
+    return os.pathsep.join(str(path.resolve()) for path in paths)
 
 
 def _local_device(spec: Mapping[str, Any]) -> str:
@@ -113,16 +119,26 @@ def _local_device(spec: Mapping[str, Any]) -> str:
 
 
 def plan_from_costs(spec: dict[str, Any], costs: Mapping[str, Any], budget_s: float) -> dict[str, Any]:
-    """The answer that a control plane would give a driver that measured these costs of the job, as JSON."""
-    from service.scheduler.job.plan_job import JobCosts, job_plan_json, plan_job
+    """The answer that a control plane would give a driver that measured these costs of the job, as JSON; searched for
+    longer, as no workers wait for it."""
+    from service.scheduler.job.plan_job import (
+        OFFLINE_SEARCH_SHARE,
+        JobCosts,
+        job_plan_json,
+        plan_for_training,
+    )
     from service.scheduler.planner import compile_kernels
     from worker.contract.job import Job
 
     job = Job.from_json(spec)
     compile_kernels()  # the first plan on a machine would else spend its time on that
     latest = time.monotonic() + budget_s + _JOB_SEARCH_GRACE_S
-    planned = plan_job(
-        job, JobCosts.from_json(costs, job), budget_s=budget_s, expired=lambda: time.monotonic() > latest
+    planned = plan_for_training(
+        job,
+        JobCosts.from_json(costs, job),
+        budget_s=budget_s,
+        search_share=OFFLINE_SEARCH_SHARE,
+        expired=lambda: time.monotonic() > latest,
     )
     for note in planned.plan.notes:
         print_message(note)

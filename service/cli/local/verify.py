@@ -8,8 +8,6 @@ was in.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,10 +16,9 @@ from typing import Annotated, Any
 import typer
 
 from service.cli.job_file import read_spec
-from service.cli.local_plan import local_job_costs, plan_from_costs, python_path, validated_job
+from service.cli.local.plan import local_job_costs, plan_from_costs, python_path, validated_job
 from service.cli.output import BudgetOption, CliError, JsonOption, print_message
-from worker.contract.failures import read_crash_report, remove_crash_report
-from worker.contract.tasks import PROOF_RESULT_MARK, task_result
+from worker.contract.tasks import PROOF_RESULT_MARK, EndedTask, run_task
 
 app = typer.Typer()
 
@@ -100,39 +97,31 @@ def proof_text(proof: Mapping[str, Any]) -> str:
 
 
 def _run_verification(request: Mapping[str, Any], folder: Path | None, limit_s: float) -> dict[str, Any]:
-    with subprocess.Popen(
-        [sys.executable, "-m", "worker.tasks", "verify"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=folder,
-        env={**os.environ, **request["job"].get("env", {}), "PYTHONPATH": python_path(folder)},
-    ) as process:
-        try:
-            output, _ = process.communicate(json.dumps(request), timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-            remove_crash_report(process.pid)
-            raise ValueError(
-                f"verifying took more than {limit_s:g} s and was ended: raise --limit-s, or take fewer --steps"
-            ) from None
-        except BaseException:
-            process.kill()
-            raise
-    answer = task_result(output, PROOF_RESULT_MARK)
+    try:
+        ended = run_task(
+            "verify",
+            request,
+            PROOF_RESULT_MARK,
+            limit_s=limit_s,
+            folder=folder,
+            environment={**request["job"].get("env", {}), "PYTHONPATH": python_path(folder)},
+        )
+    except TimeoutError:
+        raise ValueError(
+            f"verifying took more than {limit_s:g} s and was ended: raise --limit-s, or take fewer --steps"
+        ) from None
+    answer = ended.result
     if answer is None:
-        raise ValueError(_exit_text(process.pid, process.returncode))
+        raise ValueError(_exit_text(ended))
     if "failed" in answer:
         raise ValueError(f"{answer['failed']}: {answer['message']}")
     return answer["proof"]
 
 
-def _exit_text(process_id: int, code: int) -> str:
-    report = read_crash_report(process_id)
-    remove_crash_report(process_id)
+def _exit_text(ended: EndedTask) -> str:
+    report = ended.crash
     where = f" in {report.action}" if report and report.action else ""
     if report is not None and report.signal is not None:
         print(report.stack, file=sys.stderr)
         return f"the process that verified died in native code ({report.signal}){where}"
-    return f"the process that verified ended without a result (exit code {code}){where}"
+    return f"the process that verified ended without a result (exit code {ended.exit_code}){where}"
