@@ -21,12 +21,19 @@ from service.jobs.service import Service
 from service.observability.tracing import export_traces
 from service.orchestrator.loop import Orchestrator
 from service.orchestrator.notify.notifier import Notifier
-from service.orchestrator.planning.pool import Planner
-from service.orchestrator.ray.clusters import Clusters, build_clusters, ray_cluster
+from service.orchestrator.planning.pool import Planner, container_memory_bytes, process_memory_bytes
+from service.orchestrator.ray.clusters import (
+    CLUSTER_REFRESH_S,
+    Clusters,
+    DriverSettings,
+    build_clusters,
+    ray_cluster,
+)
 from service.orchestrator.ray.driver_logs import LogReader
 from service.orchestrator.ray.jobs_api import Cluster, RayCluster
 from service.orchestrator.ray.local_ray import LocalRay
 from service.orchestrator.tasks.artifacts import ExportTask, RemovalTask
+from service.orchestrator.tasks.check import CheckTask
 from service.orchestrator.tasks.profile import ProfileTask
 from service.orchestrator.tasks.runner import TaskRunner
 from service.settings.clusters import DEFAULT_CLUSTER
@@ -68,28 +75,28 @@ async def run_control_plane(
         stack.push_async_callback(clusters.close)
         planner = Planner(
             processes=settings.plan_processes,
-            queue=settings.plan_queue,
-            timeout_s=settings.plan_timeout_s,
-            memory_bytes=settings.plan_memory_bytes,
+            memory_bytes=process_memory_bytes(
+                settings.plan_memory_bytes, settings.plan_processes, container_memory_bytes()
+            ),
         )
         stack.callback(planner.close)
         if served_for_real:
             planner.warm()
-        logs = LogReader(database, clusters, limit_bytes=settings.log_limit_bytes)
+        logs = LogReader(database, clusters)
         stack.push_async_callback(logs.close)
-        orchestrator = Orchestrator(settings, database, clusters)
-        profiler = TaskRunner(
-            database, clusters, ProfileTask(database, clusters, limit_s=settings.profile_timeout_s)
-        )
+        checker = None  # a cluster that stands in for Ray runs no checks
+        if served_for_real:
+            checker = TaskRunner(database, clusters, CheckTask(database))
+            stack.push_async_callback(checker.close)
+        orchestrator = Orchestrator(settings, database, clusters, checker)
+        profiler = TaskRunner(database, clusters, ProfileTask(database, clusters))
         stack.push_async_callback(profiler.close)
         identity = None if settings.oidc_issuer is None else IdentityProvider(settings)
         if identity is not None:
             stack.push_async_callback(identity.close)
-        exporter = TaskRunner(database, clusters, ExportTask(database, limit_s=settings.export_timeout_s))
+        exporter = TaskRunner(database, clusters, ExportTask(database))
         stack.push_async_callback(exporter.close)
-        remover = TaskRunner(
-            database, clusters, RemovalTask(database, clusters, limit_s=settings.removal_timeout_s)
-        )
+        remover = TaskRunner(database, clusters, RemovalTask(database, clusters))
         stack.push_async_callback(remover.close)
         notifier = Notifier(settings, database)
         stack.push_async_callback(notifier.close)
@@ -127,29 +134,27 @@ async def _connect_clusters(
     stack: contextlib.AsyncExitStack,
 ) -> Clusters:
     """Clusters of the settings; `default` and `others` (by name) stand in place of Ray."""
-    python = "python" if default is not None or settings.ray_address is not None else sys.executable
-    connected = dict[str, Cluster]()
+    connected, drivers = dict[str, Cluster](), DriverSettings()
     if default is not None:
         connected[DEFAULT_CLUSTER] = default
+    elif settings.ray_address is not None:
+        connected[DEFAULT_CLUSTER] = ray_cluster(settings, DEFAULT_CLUSTER)
     elif settings.has_default_cluster:
-        connected[DEFAULT_CLUSTER] = (
-            ray_cluster(settings, DEFAULT_CLUSTER)
-            if settings.ray_address is not None
-            else await _start_local_ray(settings, stack)
-        )
+        local = await _start_local_ray(settings, stack)
+        connected[DEFAULT_CLUSTER] = RayCluster(local.address, token=local.token)
+        drivers = DriverSettings(python=sys.executable, ray_address=local.gcs_address, may_scale=False)
     for name in settings.clusters:
         connected[name] = others.get(name) or ray_cluster(settings, name)
-    return build_clusters(settings, connected, refresh_s=settings.cluster_refresh_s, python=python)
+    return build_clusters(settings, connected, refresh_s=CLUSTER_REFRESH_S, default=drivers)
 
 
-async def _start_local_ray(settings: Settings, stack: contextlib.AsyncExitStack) -> Cluster:
+async def _start_local_ray(settings: Settings, stack: contextlib.AsyncExitStack) -> LocalRay:
     local = LocalRay(settings)
     stack.push_async_callback(local.stop)
     await local.start()
-    settings.driver_ray_address = local.gcs_address
     keeping = asyncio.create_task(local.keep())
     stack.push_async_callback(_cancel, keeping)
-    return RayCluster(local.address, timeout_s=settings.ray_timeout_s, token=local.token)
+    return local
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

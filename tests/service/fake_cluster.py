@@ -83,7 +83,8 @@ class FakeCluster:
 
     async def nodes(self) -> list[RayNode]:
         self._answer()
-        return [RayNode("node-1", "127.0.0.1", {"slotline_worker": float(self.workers), "CPU": 2.0})]
+        offered = {"slotline_worker": float(self.workers), "CPU": 2.0}
+        return [RayNode("node-1", "127.0.0.1", offered, host="node-1")]
 
     async def resources_in_use(self) -> list[ResourceUse]:
         self._answer()

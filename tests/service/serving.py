@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from unittest import mock
 
 import uvicorn
 from fastapi import FastAPI
@@ -18,9 +18,15 @@ from service.control_plane import ControlPlane, control_plane_app
 from service.orchestrator.attempts.outcome import Backoff, DriverReport, apply_report
 from service.settings.settings import Settings
 from service.store.database import utc_now
+from tests.polling import until
 from tests.service.fake_cluster import FakeCluster
 
 T = TypeVar("T")
+
+
+def set_backoff(service: ControlPlane, backoff: Backoff) -> None:
+    """Pauses between attempts, whoever saw the last one end."""
+    service.backoff = service.orchestrator.attempts.backoff = backoff
 
 
 @dataclass
@@ -41,9 +47,14 @@ class Served:
 
 
 @contextmanager
-def serve(settings: Settings, *, port: int = 0) -> Iterator[Served]:
-    """A served application; ended with its thread."""
-    cluster = FakeCluster()
+def serve(settings: Settings, *, port: int = 0, cluster: FakeCluster | None = None) -> Iterator[Served]:
+    """A served application with short rounds and no pauses between attempts, on a cluster of its own or the one given;
+    ended with its thread."""
+    with mock.patch("service.orchestrator.loop.TICK_S", 0.05):
+        yield from _serve(settings, port, cluster or FakeCluster())
+
+
+def _serve(settings: Settings, port: int, cluster: FakeCluster) -> Iterator[Served]:
     app = control_plane_app(settings, cluster)
     seen: list[str] = []
 
@@ -63,9 +74,9 @@ def serve(settings: Settings, *, port: int = 0) -> Iterator[Served]:
     thread = threading.Thread(target=asyncio.run, args=(run(),))
     thread.start()
     try:
-        while not server.started:
-            assert thread.is_alive(), "the server ended before it began"
-            time.sleep(0.01)
+        until(lambda: server.started or not thread.is_alive(), "the server")
+        assert thread.is_alive(), "the server ended before it began"
+        set_backoff(service_of(app), Backoff(0.0, 0.0))
         port = server.servers[0].sockets[0].getsockname()[1]
         yield Served(f"http://127.0.0.1:{port}", app, cluster, loops[0], seen)
     finally:
@@ -89,10 +100,3 @@ def report(served: Served, job_id: str, sequence: int, **fields: Any) -> None:
             )
 
     served.run(work)
-
-
-def until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

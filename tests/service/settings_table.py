@@ -1,6 +1,6 @@
-"""Writes the table of all settings into service/README.md, between its two markers, from the fields of `Settings`.
+"""Writes what is made of the fields of `Settings`: the table in service/README.md, and the names that the chart takes.
 
-Run as `python -m tests.service.settings_table`; tests/service/test_readme.py compares the README with it.
+Run as `python -m tests.service.settings_table`; tests/service/test_readme.py and tests/deploy/test_chart.py compare.
 """
 
 from __future__ import annotations
@@ -8,14 +8,21 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import AliasChoices, SecretStr
 from pydantic.fields import FieldInfo
 
 from service.settings.settings import Settings
 
+ROOT = Path(__file__).parents[2]
+CHART_SCHEMA = ROOT / "deploy" / "chart" / "values.schema.json"
 BEGIN, END = "<!-- settings -->", "<!-- /settings -->"
+_SET_BY_THE_CHART = {
+    *("host", "port", "data_dir", "database_url", "public_url", "driver_url", "require_token", "open_access"),
+    *("metrics_ports", "clusters"),
+}
+"""Settings that values of their own make in the chart."""
 
 
 def table() -> str:
@@ -30,6 +37,30 @@ def with_table(text: str) -> str:
     if not pattern.search(text):
         raise ValueError(f"service/README.md has no lines {BEGIN} and {END}: put them around its table")
     return pattern.sub(lambda _: f"{BEGIN}\n{table()}\n{END}", text)
+
+
+def chart_settings() -> list[str]:
+    """Variables that the chart's `settings` may hold: no secrets, as a ConfigMap shows them, none that it sets."""
+    return [
+        _variable(name, field)
+        for name, field in Settings.model_fields.items()
+        if name not in _SET_BY_THE_CHART
+        and SecretStr not in (field.annotation, *get_args(field.annotation))
+        and _variable(name, field).startswith("SLOTLINE_")
+    ]
+
+
+def with_chart_settings(text: str) -> str:
+    """values.schema.json with the settings renewed."""
+    schema = json.loads(text)
+    value = {"type": ["string", "number", "boolean"]}
+    schema["properties"]["settings"] = {
+        "type": "object",
+        "description": "SLOTLINE_* settings by name; secrets belong into secrets, which envFrom names",
+        "properties": dict.fromkeys(chart_settings(), value),
+        "additionalProperties": False,
+    }
+    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
 
 
 def _row(name: str, field: FieldInfo) -> str:
@@ -66,8 +97,9 @@ def _size(value: int) -> str:
 
 
 def main() -> None:
-    readme = Path(__file__).parents[2] / "service" / "README.md"
+    readme = ROOT / "service" / "README.md"
     readme.write_text(with_table(readme.read_text()))
+    CHART_SCHEMA.write_text(with_chart_settings(CHART_SCHEMA.read_text()))
 
 
 if __name__ == "__main__":

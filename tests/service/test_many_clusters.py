@@ -15,14 +15,16 @@ from service.cli.main import app
 from service.client.client import Client
 from service.orchestrator.ray.local_ray import free_ports
 from service.settings.settings import Settings
+from tests.polling import until
 from tests.service.conftest import job_body
-from tests.service.serving import Served, serve, until
+from tests.service.serving import Served, serve
 
 TWO = {"pipeline": {"stages": 2}}
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    monkeypatch.setattr("service.control_plane.CLUSTER_REFRESH_S", 0.1)
     with socket.create_server(
         ("127.0.0.1", 0)
     ) as silent:  # the system takes the connections, nobody reads them
@@ -30,11 +32,9 @@ def served(tmp_path: Path) -> Iterator[Served]:
         hanging = f"http://127.0.0.1:{silent.getsockname()[1]}"
         settings = Settings(
             data_dir=tmp_path,
-            tick_s=0.05,
-            cluster_refresh_s=0.1,
             clusters={
                 "dead": {"address": f"http://127.0.0.1:{nobody}"},
-                "hanging": {"address": hanging, "timeout_s": 5.0},
+                "hanging": {"address": hanging},
             },
             queues={"default": None, "dead": {"cluster": "dead"}, "hanging": {"cluster": "hanging"}},
         )
@@ -42,6 +42,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
             yield served
 
 
+@pytest.mark.slow
 def test_a_dead_and_a_hanging_cluster_stop_nobody_on_the_third_and_are_told_by_name(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ):
@@ -72,4 +73,4 @@ def test_a_dead_and_a_hanging_cluster_stop_nobody_on_the_third_and_are_told_by_n
         assert any(line[:5] == ["default", "0", "of", "4", "slotline_worker"] for line in lines)
         assert any(line[:1] == ["dead"] and "answer:" in line for line in lines)
         assert ["queue", "cluster", "used", "quota", "waiting", "next", "in", "line"] in lines
-        assert ["node", "cluster", "address", "offers"] in lines
+        assert ["node", "cluster", "state", "free", "address", "offers"] in lines

@@ -18,14 +18,23 @@ from service.cli.main import app
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import load_spec
 from service.settings.settings import Settings
-from service.spec.job import JobSpec
+from service.spec.job import JobSpec, SubmittedJob
 from service.spec.states import JobState
+from tests.benchmarks.first_ten_minutes import JOB, SCENES
+from tests.benchmarks.first_ten_minutes import RESULT as FILM
 from tests.service.settings_table import with_table
 from worker.contract.reasons import Reason
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("service", "worker", "tests", "deploy", "dashboards")
-TEXTS = {name: (ROOT / name).read_text() for name in ("README.md", *(f"{room}/README.md" for room in ROOMS))}
+TEXTS = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in (
+        ROOT / "README.md",
+        *(path for room in ROOMS for path in sorted((ROOT / room).rglob("README.md"))),
+    )
+}
+MOST_LINES = 300
 README, SERVICE, WORKER = TEXTS["README.md"], TEXTS["service/README.md"], TEXTS["worker/README.md"]
 OPEN_ROUTES = dict.fromkeys(
     [("GET", "/healthz"), ("GET", "/readyz"), ("GET", "/metrics"), ("GET", "/api/v1/version")], "open"
@@ -64,13 +73,19 @@ def first_cells(text: str) -> list[str]:
 def test_the_first_job_has_eight_lines_and_is_one_that_the_server_takes():
     (text,) = blocks("yaml", README)
     assert len(text.splitlines()) == 8
-    assert JobSpec.model_validate(yaml.safe_load(text)).accelerators == 4
+    assert SubmittedJob.model_validate(yaml.safe_load(text)).accelerators == 4
 
 
 def test_the_whole_job_of_the_readme_is_one_that_the_server_takes():
     (text,) = blocks("yaml", WORKER)
-    spec = JobSpec.model_validate(yaml.safe_load(text))
+    spec = SubmittedJob.model_validate(yaml.safe_load(text))
     assert spec.optimizer.schedule is not None and spec.accelerators == 4
+
+
+def test_the_trackers_of_the_readme_are_ones_that_the_server_takes():
+    (whole,), (tracking,) = blocks("yaml", WORKER), blocks("yaml", TEXTS["worker/driver/tracking/README.md"])
+    trackers = JobSpec.model_validate({**yaml.safe_load(whole), **yaml.safe_load(tracking)}).tracking
+    assert [tracker.to for tracker in trackers] == ["tensorboard", "wandb", "mlflow", None]
 
 
 @pytest.mark.parametrize("name", ["code", "checkpoint", "retry"])
@@ -86,28 +101,43 @@ def test_the_sections_that_the_readme_shows_are_sections_of_a_job(name: str):
 
 def test_the_table_of_fields_has_every_field_of_a_job_and_no_other():
     """Fields of `evaluation.data` are those of `data`."""
-    fields = set(_fields(JobSpec))
+    stored = {f"resources.{name}" for name in ("workers_per_mesh", "workers", "tensor", "tensors")}
+    fields = {
+        *_fields(JobSpec),
+        "parallelism",
+        *(f"parallelism.{name}" for name in ("pp", "dp", "tp")),
+    } - stored
     leaves = {field for field in fields if not any(other.startswith(f"{field}.") for other in fields)}
     cells = first_cells(section("### All fields", WORKER))
     listed = {field for cell in cells for field in re.findall(r"`([a-z0-9_.]+)`", cell)}
     assert {field for field in leaves - listed if not field.startswith("evaluation.data.")} == set()
     assert listed <= fields
     sections = "|".join(field for field in fields if "." not in field)
-    mentioned = set(re.findall(rf"`((?:{sections})(?:\.[a-z_]+)+)[`: ]", WORKER))
+    texts = "\n".join(text for name, text in TEXTS.items() if name.startswith("worker/"))
+    mentioned = set(re.findall(rf"`((?:{sections})(?:\.[a-z_]+)+)[`: ]", texts))
     assert len(mentioned) > 20 and mentioned <= fields
 
 
 def test_the_pipeline_of_the_readme_is_planned_under_its_bound():
-    (text,) = blocks("json", SERVICE)
+    (text,) = blocks("json", TEXTS["service/scheduler/README.md"])
     plan = make_plan(load_spec(json.loads(text)), budget_s=1)
     assert plan.makespan_s >= plan.lower_bound_s > 0
 
 
 @pytest.mark.parametrize("name", TEXTS)
+def test_a_readme_is_read_in_one_sitting(name: str):
+    assert len(TEXTS[name].splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize("name", TEXTS)
 def test_every_command_and_option_that_is_shown_exists(name: str):
-    commands = get_command(app).commands
+    group = get_command(app)
+    commands = {verb: group.get_command(None, verb) for verb in group.list_commands(None)}
     shown = re.findall(r"slotline ([a-z]+)\b(?! deploy)([^`\n#|]*)", "\n".join(_code(TEXTS[name])))
-    assert shown or name == "dashboards/README.md" or name == "tests/README.md"
+    assert shown or name not in (
+        "README.md",
+        *(f"{room}/README.md" for room in ("service", "worker", "deploy")),
+    )
     for verb, rest in shown:
         if verb == "deploy":
             continue
@@ -122,8 +152,9 @@ def test_every_command_and_option_that_is_shown_exists(name: str):
 def test_the_table_of_verbs_has_every_verb_and_no_other():
     cells = first_cells(section("## Command", SERVICE))
     listed = [verb for cell in cells for verb in re.findall(r"`([a-z]+)`", cell)]
+    group = get_command(app)
     assert sorted(listed) == sorted(
-        verb for verb, command in get_command(app).commands.items() if not command.hidden
+        verb for verb in group.list_commands(None) if not group.get_command(None, verb).hidden
     )
 
 
@@ -146,8 +177,9 @@ def test_the_table_of_routes_has_every_route_with_its_least_role_and_no_other():
 @pytest.mark.parametrize("name", TEXTS)
 def test_every_setting_that_is_named_exists(name: str):
     known = {f"SLOTLINE_{field.upper()}" for field in Settings.model_fields} | {"SLOTLINE_URL"}
-    for test in (ROOT / "tests").rglob("*.py"):  # what tests alone ask for
-        known |= set(re.findall(r'environ(?:\.get\(|\[)"(SLOTLINE_[A-Z_]+[A-Z])"', test.read_text()))
+    for folder in ("tests", "worker"):  # what tests alone ask for, and what a node tells its drivers
+        for file in (ROOT / folder).rglob("*.py"):
+            known |= set(re.findall(r'environ(?:\.get\(|\[)"(SLOTLINE_[A-Z_]+[A-Z])"', file.read_text()))
     assert set(re.findall(r"SLOTLINE_[A-Z_]+[A-Z]", TEXTS[name])) <= known
 
 
@@ -195,6 +227,24 @@ def test_the_walk_through_the_rooms_names_paths_that_exist():
     assert [path for path in paths if not (ROOT / path).exists()] == []
     assert all((ROOT / path).is_dir() for path in paths if path.endswith("/"))
     assert {path.partition("/")[0] for path in paths} == set(ROOMS)
+
+
+def test_the_film_of_the_first_ten_minutes_plays_the_readmes_commands_in_its_order():
+    """Each in its section, and all of them in the kept result, in which no folder of the machine stands."""
+    result = FILM.read_text()
+    headings = [scene.heading for scene in SCENES]
+    assert [
+        heading for heading in re.findall(r"^## (.*)", README, re.MULTILINE) if heading in headings
+    ] == headings
+    assert re.findall(r"^## (.*)", result, re.MULTILINE) == headings
+    for scene in SCENES:
+        verbs = [
+            " ".join(command.split()[:2]) for command in scene.commands if command.startswith("slotline")
+        ]
+        assert all(verb in section(f"## {scene.heading}", README) for verb in verbs), scene.heading
+        for command in scene.commands:
+            assert f"$ {command.partition(JOB)[0]}" in section(f"## {scene.heading}", result), command
+    assert not re.search(r"/(?:tmp|home|root|work)/", result)
 
 
 def _code(text: str) -> list[str]:

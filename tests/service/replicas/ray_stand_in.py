@@ -77,6 +77,7 @@ class RayStandIn:
             Route("/api/jobs/", self._submit, methods=["POST"]),
             Route("/api/jobs/{id}", self._job),
             Route("/api/jobs/{id}/stop", self._stop, methods=["POST"]),
+            Route("/api/version", lambda _: JSONResponse({"ray_version": "2.60.0"})),
             Route("/api/v0/nodes", self._nodes),
             Route("/api/v0/placement_groups", self._groups),
             Route("/api/v0/actors", lambda _: _listed([])),

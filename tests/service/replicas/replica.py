@@ -12,18 +12,24 @@ import signal
 
 import uvicorn
 
+from service import control_plane
 from service.control_plane import control_plane_app
+from service.orchestrator import loop
 from service.orchestrator.attempts.admit import Admission
+from service.orchestrator.attempts.outcome import Backoff
 from service.orchestrator.ray.jobs_api import RayCluster
 from service.settings.settings import Settings
 from service.store.leases import Lease
 from worker.contract.logs import set_up_logging
 
 UNFENCED = "UNFENCED"
+LEASE_S = 1.5
 
 
 def main() -> None:
     _freeze_before_a_start()
+    loop.LEASE_S, loop.TICK_S, control_plane.CLUSTER_REFRESH_S = LEASE_S, 0.1, 0.3
+    Backoff.__init__.__defaults__ = (0.2, 60.0)  # type: ignore[misc]
     if UNFENCED in os.environ:
         Lease.check = _taken  # type: ignore[method-assign]
     settings = Settings()

@@ -21,8 +21,8 @@ import pytest
 from service.spec.states import JobState
 from service.store.leases import read_lease_status
 from tests.service.conftest import job_body
-from tests.service.replicas.replica import UNFENCED
-from tests.service.replicas.world import LEASE_S, Replicas, replicas, until
+from tests.service.replicas.replica import LEASE_S, UNFENCED
+from tests.service.replicas.world import Replicas, replicas, until
 
 SECONDS = float(os.environ.get("SLOTLINE_KILL_TEST_S", "14"))
 USERS = 2
@@ -158,6 +158,7 @@ async def jobs(world: Replicas) -> dict[str, dict]:
             return found
 
 
+@pytest.mark.slow
 @postgresql
 @pytest.mark.timeout(600)
 async def test_three_replicas_start_every_job_once_and_lose_none_though_one_is_always_in_trouble(
@@ -203,6 +204,7 @@ async def test_three_replicas_start_every_job_once_and_lose_none_though_one_is_a
         assert len(terms) == len(set(terms)), "each term is one's alone"
 
 
+@pytest.mark.slow
 @postgresql
 async def test_a_leader_that_was_frozen_is_replaced_and_steps_down_when_it_wakes(
     database_url: str, tmp_path: Path

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import os
 import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -20,9 +19,9 @@ import httpx
 from service.orchestrator.ray.local_ray import free_ports
 from service.store.database import Database
 from service.store.leases import LeaseStatus, read_lease_status
+from tests.polling import until_async
 from tests.service.replicas.ray_stand_in import RayStandIn, ask_any
 
-LEASE_S = 1.5
 ROOT = Path(__file__).parents[3]
 
 
@@ -100,13 +99,8 @@ class Replicas:
         return await ask_any(self.client, self.urls, self.chance, method, path, **kwargs)
 
 
-async def until(done: Any, what: str, limit_s: float = 400.0) -> Any:
-    """What `done()` answers once that is true. The limit is for what never comes, not for slow machines."""
-    deadline = time.monotonic() + limit_s
-    while not (answer := await done()):
-        assert time.monotonic() < deadline, f"waited {limit_s:g} s for {what}"
-        await asyncio.sleep(0.05)
-    return answer
+until = functools.partial(until_async, limit_s=400.0, every_s=0.05)
+"""The limit is for what never comes, not for slow machines."""
 
 
 @asynccontextmanager
@@ -129,11 +123,7 @@ async def replicas(
         settings = {
             "SLOTLINE_DATABASE_URL": database_url,
             "RAY_ADDRESS": ray.url,
-            "SLOTLINE_LEASE_S": str(LEASE_S),
-            "SLOTLINE_TICK_S": "0.1",
-            "SLOTLINE_CLUSTER_REFRESH_S": "0.3",
             "SLOTLINE_PREEMPTION": "false",
-            "SLOTLINE_RETRY_BACKOFF_S": "0.2",
             "SLOTLINE_QUEUES": '{"default": null, "small": 2}',
             "SLOTLINE_DATA_DIR": str(folder),
         }
