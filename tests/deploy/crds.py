@@ -53,7 +53,10 @@ _GROUP = _closed(
     rayStartParams=TEXTS,
     template=TEMPLATE,
 )
-_RELABELINGS = {"type": "array", "items": _closed(targetLabel=TEXT, replacement=TEXT)}
+_RELABELINGS = {
+    "type": "array",
+    "items": _closed(targetLabel=TEXT, replacement=TEXT, sourceLabels={"type": "array", "items": TEXT}),
+}
 SPECIFICATIONS = {
     "RayCluster": _closed(
         ("headGroupSpec", "workerGroupSpecs"),
@@ -82,6 +85,15 @@ SPECIFICATIONS = {
             "items": _closed(
                 port=TEXT, path=TEXT, interval=TEXT, honorLabels={"type": "boolean"}, relabelings=_RELABELINGS
             ),
+        },
+    ),
+    "PodMonitor": _closed(
+        ("selector", "podMetricsEndpoints"),
+        selector=_closed(matchLabels=TEXTS),
+        podTargetLabels={"type": "array", "items": TEXT},
+        podMetricsEndpoints={
+            "type": "array",
+            "items": _closed(port=TEXT, path=TEXT, interval=TEXT, relabelings=_RELABELINGS),
         },
     ),
     "ScrapeConfig": _closed(

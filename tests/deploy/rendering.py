@@ -13,7 +13,14 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "chart"
 CASES = sorted((CHART / "ci").glob("*.yaml"))
 KUBERNETES = ("1.25", "1.37")
-CUSTOM_RESOURCES = {"RayCluster", "ServiceMonitor", "ScrapeConfig", "PrometheusRule", "HTTPRoute"}
+CUSTOM_RESOURCES = {
+    "RayCluster",
+    "ServiceMonitor",
+    "PodMonitor",
+    "ScrapeConfig",
+    "PrometheusRule",
+    "HTTPRoute",
+}
 """Kinds of operators, for which kubernetes-validate has no schema; crds.py looks at them."""
 
 Objects = dict[tuple[str, str], dict[str, Any]]
@@ -70,13 +77,22 @@ def container_of(template: dict[str, Any]) -> dict[str, Any]:
     return template["spec"]["containers"][0]
 
 
+OF_EVERY_RAY_NODE = {
+    "KUBERNETES_NODE_NAME": "spec.nodeName",
+    "RAY_OVERRIDE_LABELS": '{"kubernetes.io/hostname": "$(KUBERNETES_NODE_NAME)"}',
+    "SLOTLINE_LOG_COPY_TO": "/proc/1/fd/1",
+    "RAY_worker_niceness": "0",
+}
+
+
 def variables(container: dict[str, Any]) -> dict[str, str]:
-    """The environment that stands in a container, secrets as `secret/key`."""
+    """The environment that stands in a container, secrets as `secret/key`, fields of the pod by their paths."""
     out = {}
     for entry in container.get("env") or []:
         reference = entry.get("valueFrom", {}).get("secretKeyRef")
+        field = entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
         out[entry["name"]] = (
-            f"{reference['name']}/{reference['key']}" if reference else entry.get("value", "")
+            f"{reference['name']}/{reference['key']}" if reference else entry.get("value", field)
         )
     return out
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,17 @@ from tests.deploy.rendering import (
     KUBERNETES,
     ROOT,
     case,
+    container_of,
+    created,
     environment,
+    image_environment,
     nodes_of,
     objects,
     of_kind,
+    variables,
 )
+from tests.extras import PROJECT
+from tests.service.settings_table import CHART_SCHEMA, chart_settings, with_chart_settings
 
 
 @pytest.fixture(scope="module")
@@ -148,8 +155,8 @@ def test_wrong_clusters_and_queues_are_refused_by_name(chart: Chart, values: dic
 def test_numbers_reach_the_containers_as_they_were_written(chart: Chart):
     values = case("production")
     numbers = {
-        "SLOTLINE_BODY_LIMIT_BYTES": 33554432,
-        "SLOTLINE_TICK_S": 0.5,
+        "SLOTLINE_PLAN_MEMORY_BYTES": 1073741824,
+        "SLOTLINE_PROFILE_EVERY_S": 0.5,
         "SLOTLINE_KEEP_HISTORY_DAYS": -1,
     }
     values["settings"] |= numbers
@@ -207,8 +214,64 @@ def test_the_control_plane_runs_without_rights(chart: Chart):
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert {of_kind(objects(chart, ANY_RAY), "ConfigMap")["data"]["SLOTLINE_DATA_DIR"], "/tmp"} == mounts
+    assert Path(image_environment()["NUMBA_CACHE_DIR"]).parent == Path("/tmp"), (
+        "a container's start writes there"
+    )
     assert {"startupProbe", "livenessProbe", "readinessProbe"} <= container.keys()
     assert {"requests", "limits"} <= container["resources"].keys()
+
+
+def test_a_template_is_merged_over_the_control_plane_and_what_a_hook_needs_over_its_pod(chart: Chart):
+    proxy = {"name": "proxy", "image": "sql-proxy:2", "restartPolicy": "Always"}
+    template = {
+        "metadata": {"labels": {"team": "ml"}},
+        "spec": {
+            "nodeSelector": {"zone": "a"},
+            "priorityClassName": "high",
+            "securityContext": {"runAsUser": 4000},
+            "initContainers": [proxy],
+            "volumes": [{"name": "ca", "configMap": {"name": "ca"}}],
+            "containers": [
+                {
+                    "name": "control-plane",
+                    "env": [{"name": "SSL_CERT_FILE", "value": "/ca/ca.pem"}],
+                    "volumeMounts": [{"name": "ca", "mountPath": "/ca"}],
+                    "lifecycle": {"preStop": {"sleep": {"seconds": 5}}},
+                },
+                {"name": "oauth2-proxy", "image": "oauth2-proxy:7"},
+            ],
+        },
+    }
+    values = {**ANY_RAY, "database": {"urlSecret": {"name": "db"}}, "template": template}
+    chart.validate_schema(values)
+    found = objects(chart, values)
+    for kind in ("Deployment", "Job", "Pod"):
+        kubernetes_validate.validate(of_kind(found, kind), KUBERNETES[-1], strict=True)
+    pod = of_kind(found, "Deployment")["spec"]["template"]
+    assert pod["metadata"]["labels"]["team"] == "ml"
+    assert [one["name"] for one in pod["spec"]["containers"]] == ["control-plane", "oauth2-proxy"]
+    assert pod["spec"]["priorityClassName"] == "high"
+    assert (
+        pod["spec"]["securityContext"]["runAsUser"] == 4000
+        and pod["spec"]["securityContext"]["runAsNonRoot"] is True
+    )
+    hook = of_kind(found, "Job")["spec"]["template"]["spec"]
+    (migrate,) = hook["containers"]
+    assert migrate["name"] == "migrate" and "lifecycle" not in migrate, "what does not end would keep the Job"
+    assert migrate["args"] == ["migrate"] and variables(migrate)["SSL_CERT_FILE"] == "/ca/ca.pem"
+    assert hook["initContainers"] == [proxy] and hook["nodeSelector"] == {"zone": "a"}
+    assert {"name": "ca", "configMap": {"name": "ca"}} in hook["volumes"]
+    asked = of_kind(found, "Pod")["spec"]
+    assert asked["nodeSelector"] == {"zone": "a"} and asked["securityContext"]["runAsUser"] == 4000
+    assert "initContainers" not in asked
+
+
+def test_null_takes_a_field_of_the_charts_own_away(chart: Chart):
+    """A platform that gives each namespace its own range of users refuses a fixed one."""
+    values = {**ANY_RAY, "template": {"spec": {"securityContext": {"runAsUser": None, "fsGroup": None}}}}
+    chart.validate_schema(values)
+    security = of_kind(objects(chart, values), "Deployment")["spec"]["template"]["spec"]["securityContext"]
+    assert security.keys() == {"runAsNonRoot", "runAsGroup", "seccompProfile"}
 
 
 def test_the_service_reaches_the_pods(chart: Chart):
@@ -270,6 +333,9 @@ def test_without_monitoring_nothing_needs_an_operator(chart: Chart):
         ({"ray": {"address": "ray://head:10001"}}, "address"),
         ({**ANY_RAY, "settings": {"SLOTLINE_API_TOKEN": "secret"}}, "SLOTLINE_API_TOKEN"),
         ({**ANY_RAY, "settings": {"LOG_LEVEL": "debug"}}, "LOG_LEVEL"),
+        ({**ANY_RAY, "settings": {"SLOTLINE_PROFLE_EVERY_S": 3}}, "SLOTLINE_PROFLE_EVERY_S"),
+        ({**ANY_RAY, "settings": {"SLOTLINE_WEBHOOK_SECRET": "secret"}}, "SLOTLINE_WEBHOOK_SECRET"),
+        ({**ANY_RAY, "resources": {"limit": {"memory": "4Gi"}}}, "limit"),
     ],
     ids=[
         "no Ray",
@@ -279,9 +345,55 @@ def test_without_monitoring_nothing_needs_an_operator(chart: Chart):
         "wrong scheme",
         "secret in the open",
         "no setting",
+        "misspelt setting",
+        "a webhook's secret",
+        "misspelt limits",
     ],
 )
 def test_values_that_cannot_work_are_refused_by_name(chart: Chart, values: dict[str, Any], word: str):
     with pytest.raises(HelmError, match=word):
         chart.validate_schema(values)
         objects(chart, values)
+
+
+def test_the_chart_takes_the_settings_that_exist():
+    text = CHART_SCHEMA.read_text()
+    assert with_chart_settings(text) == text, "python -m tests.service.settings_table renews it"
+    assert {"SLOTLINE_LOG_LEVEL", "SLOTLINE_PLAN_PROCESSES", "SLOTLINE_QUEUES"} < set(chart_settings())
+    assert not [name for name in chart_settings() if name.endswith(("TOKEN", "SECRET", "KEY"))]
+
+
+def test_one_value_names_the_registry_of_both_images(chart: Chart):
+    def images(**values: Any) -> set[str]:
+        chart.validate_schema({**created(), **values})
+        found = objects(chart, {**created(), **values})
+        pods = [of_kind(found, "Deployment")["spec"]["template"], *nodes_of(found).values()]
+        return {container_of(pod)["image"] for pod in pods}
+
+    version = PROJECT["version"]
+    assert images() == {f"slotline/control-plane:{version}", f"slotline/worker:{version}-cuda"}
+    pushed = {
+        f"r.example.com:5000/ml/slotline/{name}"
+        for name in (f"control-plane:{version}", f"worker:{version}-cuda")
+    }
+    assert (
+        images(imageRegistry="r.example.com:5000/ml")
+        == images(imageRegistry="r.example.com:5000/ml/")
+        == pushed
+    )
+
+
+def test_the_chart_its_examples_and_the_package_are_of_one_version():
+    """A release's tag is checked against the package's, and gives the published chart its own."""
+    version = PROJECT["version"]
+    about = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert about["version"] == about["appVersion"] == version
+    files = [*CASES, ROOT / "deploy" / "compose.yaml"]
+    tags = {
+        tag
+        for file in files
+        for tag in re.findall(
+            r"(?:tag: |slotline/worker:|slotline/control-plane:)(\d[\w.-]+)", file.read_text()
+        )
+    }
+    assert tags == {version, f"{version}-cpu"}

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import subprocess
 import sys
-import tomllib
-from importlib.util import module_from_spec, spec_from_file_location
+from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-ROOT = Path(__file__).parents[2]
+from tests.deploy.rendering import image_environment
+from tests.extras import PROJECT, ROOT, modules_beyond, normal
+
 DEPLOY = ROOT / "deploy"
 DOCKERFILES = sorted(path for path in DEPLOY.glob("Dockerfile.*") if path.suffix != ".dockerignore")
 
@@ -86,12 +91,12 @@ def test_what_an_image_copies_exists_and_is_not_ignored(path: Path):
                 assert source in allowed, f"{source} is ignored by {path.name}.dockerignore"
 
 
+@pytest.mark.slow
 def test_the_control_plane_works_without_what_its_image_leaves_out():
-    names = _requirements().WORKERS_ONLY
-    blocked = {"scikit-learn": "sklearn"}
-    modules = [blocked.get(name, name) for name in names]
+    blocked = modules_beyond(*_extras(DEPLOY / "Dockerfile.control-plane"))
+    assert {"torch", "ray", "sklearn", "pytest"} <= set(blocked)
     program = (
-        f"import sys; sys.modules.update(dict.fromkeys({modules!r}));"
+        f"import sys; sys.modules.update(dict.fromkeys({blocked!r}));"
         "import service.cli.main, service.control_plane, service.scheduler, service.orchestrator.planning.pool;"
         "from service.scheduler.planner import make_plan; from service.scheduler.problem.spec import PipelineSpec;"
         "stage = {'name': 's', 'mesh': 'm', 'forward_s': 1};"
@@ -104,31 +109,112 @@ def test_the_control_plane_works_without_what_its_image_leaves_out():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
+def test_a_node_works_without_what_its_image_leaves_out():
+    """The planner's solvers and the server's packages are of the control plane only."""
+    (ray,) = find_spec("ray").submodule_search_locations
+    bundled = {path.name for path in (Path(ray) / "thirdparty_files").iterdir()}
+    blocked = [name for name in modules_beyond(*_extras(WORKER)) if name not in bundled]
+    assert {"ortools", "numba", "fastapi", "sqlalchemy", "sklearn"} <= set(blocked)
+    program = (
+        f"import sys; sys.modules.update(dict.fromkeys({blocked!r}));"
+        "import ray, worker.driver.__main__, worker.actor.actor, worker.tasks.__main__, worker.tasks.profile,"
+        "worker.tasks.export_weights, worker.tasks.remove, worker.tasks.verify, worker.examples.gpt,"
+        "worker.examples.text, worker.checkpoint.format"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_a_container_finds_every_kernel_compiled_in_its_image(tmp_path: Path):
+    """The image's own commands: the build's beside the source, and the start's, with a stand-in for slotline."""
+    image, scratch, source, tools = (tmp_path / name for name in ("image", "scratch", "src", "bin"))
+    for folder in (scratch, source, tools):
+        folder.mkdir()
+    shutil.copytree(ROOT / "service", source / "service", ignore=shutil.ignore_patterns("__pycache__"))
+    path = DEPLOY / "Dockerfile.control-plane"
+    build = next(part for part in _installs(path)[0].split("&&") if "compile_kernels" in part)
+    (start,) = (json.loads(argument) for word, argument in final_stage(path) if word == "ENTRYPOINT")
+    environment = image_environment()
+    places = {
+        "/opt/slotline/bin/python": sys.executable,
+        "/opt/slotline/kernels": str(image),
+        environment["NUMBA_CACHE_DIR"]: str(scratch / "numba"),
+    }
+
+    def here(text: str) -> str:
+        for place, local in places.items():
+            text = text.replace(place, local)
+        return text
+
+    def run(command: list[str], **variables: str) -> str:
+        done = subprocess.run(
+            command,
+            cwd=source,
+            env={"PATH": f"{tools}:/usr/bin:/bin", "PYTHONPATH": str(ROOT), **variables},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    program = (
+        "from numba.core.dispatcher import Dispatcher; from service.scheduler import kernels, planner;"
+        "planner.compile_kernels(); found = [getattr(kernels, name) for name in kernels.__all__];"
+        "stats = [kernel.stats for kernel in found if isinstance(kernel, Dispatcher)];"
+        "print(sum(len(one.cache_hits) for one in stats), sum(len(one.cache_misses) for one in stats), len(stats))"
+    )
+    (tools / "slotline").write_text(f'#!/bin/sh\nexec "{sys.executable}" -P -c "{program}"\n')
+    (tools / "slotline").chmod(0o755)
+    run(["/bin/sh", "-ec", here(build)])
+    compiled = _files(image)
+    hits, misses, kernels = map(
+        int,
+        run(
+            [here(part) for part in start],
+            **{name: here(text) for name, text in environment.items() if name.startswith("NUMBA_")},
+        ).split(),
+    )
+    assert hits >= kernels > 0 and misses == 0
+    assert compiled == _files(image) == _files(scratch / "numba")
+
+
 def test_every_requirement_of_the_images_is_pinned():
-    needed = _requirements().requirements(ROOT / "pyproject.toml")
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    pinned = {_name(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
-    assert "fastapi" in map(_name, needed) and "torch" not in map(_name, needed)
-    assert {_name(text) for text in needed} <= pinned
-    assert {_name(text) for extra in ("cuda12", "cuda13", "storage") for text in extras[extra]} <= pinned
+    extras = PROJECT["optional-dependencies"]
+    assert "torch" in _names(extras["worker"]) and "torch" not in _names(extras["server"])
+    pinned = _names(line for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    for extra in ("server", "worker", "demo", "otel", "cuda12", "cuda13", "storage"):
+        assert _names(extras[extra]) - {"slotline"} <= pinned, extra
+    assert _names(PROJECT["dependencies"]) <= pinned
 
 
 WORKER = DEPLOY / "Dockerfile.worker"
 
 
 def test_the_worker_reaches_the_buckets_that_the_readme_promises():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert {_name(text) for text in extras["storage"]} == {"s3fs", "gcsfs"}
-    assert ".[storage${CUDA_MAJOR:+,cuda$CUDA_MAJOR}]" in _installs(WORKER)[-1]
+    assert _names(PROJECT["optional-dependencies"]["storage"]) == {"s3fs", "gcsfs"}
+    assert "storage" in _extras(WORKER)
     pins = dict(
         line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
     )
     assert pins["s3fs"] == pins["gcsfs"] == pins["fsspec"], "each asks for exactly its own version of fsspec"
 
 
-def test_the_worker_finds_infiniband():
+def test_the_worker_finds_infiniband_and_compiles_kernels():
+    """Triton, which torch.compile uses on CUDA, builds a launcher for every kernel with a C compiler."""
     packages = next(a for word, a in instructions(WORKER) if word == "RUN" and "apt-get install" in a)
-    assert {"libibverbs1", "ibverbs-providers"} <= set(packages.split())
+    assert {"libibverbs1", "ibverbs-providers", "gcc", "libc6-dev"} <= set(packages.split())
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_hadolint_has_nothing_to_say(path: Path):
+    hadolint = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run([hadolint, "--no-color", path], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and not done.stdout, done.stdout + done.stderr
 
 
 def test_the_worker_is_no_virtual_environment():
@@ -192,7 +278,7 @@ def test_torch_comes_alone_from_an_index_of_its_own(
     assert first[-1] == pin
     assert first[first.index("constraints.txt") + 1 : -1] == torch
     extra = f",cuda{arguments['CUDA_MAJOR']}" if arguments["CUDA_MAJOR"] else ""
-    assert second[-1] == f".[storage{extra}]"
+    assert second[-1] == f".[worker,storage{extra}]"
     assert "--index-url" not in second
 
 
@@ -256,17 +342,20 @@ def test_the_services_of_compose_meet_at_the_same_addresses(compose: dict[str, A
     assert source["url"] == "http://prometheus:9090"
 
 
-def _requirements() -> Any:
-    spec = spec_from_file_location("control_plane_requirements", DEPLOY / "control_plane_requirements.py")
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def _extras(path: Path) -> list[str]:
+    """The extras that an image installs, those of one CUDA left out."""
+    found = re.search(r'"\.\[([a-z,]+)', _installs(path)[-1])
+    assert found, f"{path.name} installs no extra"
+    return found[1].split(",")
 
 
 def _installs(path: Path) -> list[str]:
     return [a for word, a in instructions(path) if word == "RUN" and "pip install" in a]
 
 
-def _name(requirement: str) -> str:
-    return re.split(r"[^A-Za-z0-9_.-]", requirement)[0].lower().replace("_", "-")
+def _files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def _names(requirements: Iterable[str]) -> set[str]:
+    return {normal(Requirement(text).name) for text in requirements}

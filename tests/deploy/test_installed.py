@@ -6,6 +6,7 @@ Some minutes and gigabytes of packages, so only where SLOTLINE_IMAGE_TESTS is se
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -156,21 +157,24 @@ def test_what_was_installed_trains_a_job_of_one_step(image: Image, worker: Image
     """A Ray node from the one environment, the control plane from the other, and a job that both of them run."""
     dashboard, gcs, client, port = free_ports(4)
     shared = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "t" * 32, "RAY_USAGE_STATS_ENABLED": "0"}
-    node = worker.environment | shared | {"OMP_NUM_THREADS": "1"}
+    node = worker.environment | shared | {"OMP_NUM_THREADS": "1", "SLOTLINE_LIMIT_LINGER_S": "0"}
     start = [
         *("start", "--head", "--block", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"),
         *(f"--port={gcs}", "--metrics-export-port=0", f"--ray-client-server-port={client}"),
         *("--node-ip-address=127.0.0.1", "--num-cpus=2", '--resources={"slotline_worker": 2}'),
         *("--dashboard-agent-listen-port=0", "--object-store-memory=134217728"),
     ]
+    cluster = {
+        "address": f"http://127.0.0.1:{dashboard}",
+        "token": shared["RAY_AUTH_TOKEN"],
+        "driver_ray_address": f"127.0.0.1:{gcs}",
+    }
     plane = image.environment | {
         "SLOTLINE_PORT": str(port),
         "SLOTLINE_OPEN_ACCESS": "true",
         "SLOTLINE_DATA_DIR": str(tmp_path / "data"),
-        "SLOTLINE_DRIVER_RAY_ADDRESS": f"127.0.0.1:{gcs}",
-        "SLOTLINE_METRICS_LINGER_S": "0",
-        "RAY_ADDRESS": f"http://127.0.0.1:{dashboard}",
-        "RAY_AUTH_TOKEN": shared["RAY_AUTH_TOKEN"],
+        "SLOTLINE_QUEUES": json.dumps({"default": {"cluster": "node"}}),
+        "SLOTLINE_CLUSTERS": json.dumps({"node": cluster}),
     }
     length = {"length": 16}
     job = {

@@ -6,18 +6,23 @@ import ipaddress
 from collections.abc import Iterator
 from typing import Any
 
+import kubernetes_validate
 import pytest
 from helm_python import Chart, HelmError
 
+from service.api.middleware import BODY_LIMIT_BYTES
+from service.jobs.artifacts import PACKAGE_LIMIT_BYTES
 from service.settings.settings import Settings
 from tests.deploy.crds import check
 from tests.deploy.rendering import (
     ANY_RAY,
     CHART,
+    KUBERNETES,
     Objects,
     case,
     created,
     environment,
+    group,
     objects,
     of_kind,
 )
@@ -87,6 +92,24 @@ def test_an_ingress_leads_to_the_service(chart: Chart):
     assert not any(kind == "Ingress" for kind, _ in objects(chart, ANY_RAY))
 
 
+def test_an_ingress_of_nginx_takes_uploads_and_streams_and_a_users_annotations_go_before(
+    chart: Chart,
+):
+    """nginx's own defaults are 1 MiB and buffers; its sizes are those of `client_max_body_size`."""
+    ingress = {"enabled": True, "host": "s.example.org", "className": "nginx"}
+    values = {**ANY_RAY, "ingress": ingress}
+    chart.validate_schema(values)
+    prefix = "nginx.ingress.kubernetes.io/"
+    told = of_kind(objects(chart, values), "Ingress")["metadata"]["annotations"]
+    size = int(told[f"{prefix}proxy-body-size"].removesuffix("m")) << 20
+    assert size > max(PACKAGE_LIMIT_BYTES, BODY_LIMIT_BYTES)
+    assert told[f"{prefix}proxy-buffering"] == "off" and int(told[f"{prefix}proxy-read-timeout"]) >= 600
+    ingress["annotations"] = {f"{prefix}proxy-body-size": "8m", "cert-manager.io/cluster-issuer": "ca"}
+    told = of_kind(objects(chart, values), "Ingress")["metadata"]["annotations"]
+    assert told[f"{prefix}proxy-body-size"] == "8m" and told["cert-manager.io/cluster-issuer"] == "ca"
+    assert told[f"{prefix}proxy-buffering"] == "off"
+
+
 def test_a_route_leads_to_the_service_and_cuts_no_stream_off(chart: Chart):
     route = {"enabled": True, "parentRefs": [{"name": "public", "namespace": "gateways"}], "hostnames": ["s"]}
     found = objects(chart, {**ANY_RAY, "httpRoute": route, "service": {"port": 8080}})
@@ -111,6 +134,27 @@ def test_what_the_prometheus_operator_looks_for_carries_its_release(chart: Chart
     assert (own["release"], own["team"]) == ("other", "ml")
     values["monitoring"] = {**MONITORED["monitoring"], "release": ""}
     assert "release" not in of_kind(objects(chart, values), "ServiceMonitor")["metadata"]["labels"]
+
+
+def test_rays_own_metrics_are_scraped_from_each_of_its_pods(chart: Chart):
+    """The monitor's selector and port, beside the labels and ports of the pods that the RayCluster makes."""
+    found = objects(chart, case("production"))
+    monitor, ray = of_kind(found, "PodMonitor"), of_kind(found, "RayCluster")
+    assert monitor["metadata"]["labels"]["release"] == "prometheus"
+    # KubeRay labels its pods with the name of their cluster
+    assert monitor["spec"]["selector"]["matchLabels"] == {"ray.io/cluster": ray["metadata"]["name"]}
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    for pods in (ray["spec"]["headGroupSpec"], *ray["spec"]["workerGroupSpecs"]):
+        (container,) = (
+            one for one in pods["template"]["spec"]["containers"] if one["name"].startswith("ray")
+        )
+        assert endpoint["port"] in [port["name"] for port in container["ports"]]
+    assert {"sourceLabels": ["__meta_kubernetes_pod_node_name"], "targetLabel": "node"} in endpoint[
+        "relabelings"
+    ]
+    foreign = {**ANY_RAY, "monitoring": {"ray": {"enabled": True}}}
+    with pytest.raises(HelmError, match="monitor of their own installation"):
+        objects(chart, foreign)
 
 
 def test_prometheus_asks_for_drivers_with_a_token_of_its_own(chart: Chart):
@@ -156,15 +200,46 @@ def test_a_network_policy_lets_prometheus_in_where_drivers_serve(
     policy = found["NetworkPolicy", cluster]["spec"]
     assert policy["podSelector"] == {"matchLabels": {"ray.io/cluster": cluster}}
     among, control, monitoring = policy["ingress"]
-    assert among == {"from": [{"podSelector": policy["podSelector"]}]}, "NCCL and Ray use any port"
+    nodes = [{"ipBlock": {"cidr": "10.0.0.0/16"}}]
+    assert among == {"from": [{"podSelector": policy["podSelector"]}, *nodes]}, "NCCL and Ray use any port"
     plane = of_kind(found, "Deployment")["spec"]["template"]["metadata"]["labels"]
     assert control["from"][0]["podSelector"]["matchLabels"].items() <= plane.items()
-    assert control["ports"] == [{"protocol": "TCP", "port": 8265}]
+    assert control["ports"] == [{"protocol": "TCP", "port": "dashboard"}]
     assert monitoring["from"] == values["networkPolicy"]["from"]
     assert {"protocol": "TCP", "port": 9400, "endPort": 9431} in monitoring["ports"]
     assert found["ConfigMap", "demo-slotline"]["data"]["SLOTLINE_METRICS_PORTS"] == "9400-9431"
     own = objects(chart, {**ANY_RAY, "networkPolicy": {"enabled": True}})
     assert [name for kind, name in own if kind == "NetworkPolicy"] == ["demo-slotline"]
+
+
+@pytest.mark.parametrize("part", ["head", "workers"])
+def test_pods_on_their_nodes_network_reach_ray_and_the_control_plane_by_their_nodes_addresses(
+    chart: Chart, part: str
+):
+    """Such a pod calls from its node's address, which no podSelector matches: Ray's workers would never find the head."""
+    cluster = (
+        {"head": {"hostNetwork": True}} if part == "head" else {"workerGroups": [group(hostNetwork=True)]}
+    )
+    values = {**created(**cluster), "networkPolicy": {"enabled": True}}
+    chart.validate_schema(values)
+    with pytest.raises(HelmError, match=r"networkPolicy\.nodeCidrs"):
+        objects(chart, values)
+    values["networkPolicy"]["nodeCidrs"] = ["10.2.0.0/16", "fd00::/64"]
+    chart.validate_schema(values)
+    found = objects(chart, values)
+    for item in (item for (kind, _), item in found.items() if kind == "NetworkPolicy"):
+        kubernetes_validate.validate(item, KUBERNETES[-1], strict=True)
+    every_port = [
+        peer
+        for rule in found["NetworkPolicy", "demo-slotline-ray"]["spec"]["ingress"]
+        if "ports" not in rule
+        for peer in rule["from"]
+    ]
+    (reports,) = found["NetworkPolicy", "demo-slotline"]["spec"]["ingress"]
+    for peers in (every_port, reports["from"]):
+        ranges = [ipaddress.ip_network(peer["ipBlock"]["cidr"]) for peer in peers if "ipBlock" in peer]
+        assert any(ipaddress.ip_address("10.2.7.9") in one for one in ranges)
+        assert any(ipaddress.ip_address("fd00::9") in one for one in ranges)
 
 
 def test_peers_are_addresses_too(chart: Chart):
@@ -183,6 +258,7 @@ def test_peers_are_addresses_too(chart: Chart):
         ({**ANY_RAY, "ingress": {"enabled": True}}, "ingress.host"),
         ({**ANY_RAY, "httpRoute": {"enabled": True}}, "httpRoute.parentRefs"),
         ({**ANY_RAY, "settings": {"SLOTLINE_METRICS_TOKEN": "secret"}}, "SLOTLINE_METRICS_TOKEN"),
+        ({**ANY_RAY, "networkPolicy": {"nodeCidrs": ["10.0.0.1"]}}, "nodeCidrs"),
     ],
     ids=[
         "no token for Prometheus",
@@ -191,6 +267,7 @@ def test_peers_are_addresses_too(chart: Chart):
         "no host",
         "no gateway",
         "secret",
+        "an address that is no range",
     ],
 )
 def test_what_would_silently_not_be_reached_is_refused(chart: Chart, values: dict[str, Any], word: str):

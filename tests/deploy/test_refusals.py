@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import yaml
 from helm_python import Chart, HelmError
 
+from service.orchestrator.planning.pool import LEAST_PROCESS_BYTES, SERVER_BYTES
 from tests.deploy.rendering import ANY_RAY, CHART, case, created, group, nodes_of, objects
 
 GPUS = {"nvidia.com/gpu": 8}
@@ -37,11 +39,15 @@ def groups(*given: dict[str, Any]) -> dict[str, Any]:
         (groups(group(resources={"limits": {"nvidia.com/gpu": 1.5}})), "gpu"),
         (groups(group(resources={"limits": {**GPUS, "memory": "64 GB"}})), "memory"),
         (created(workerGroups=None), "workerGroups is empty"),
-        (created(common={"podLabels": {"team": "a b"}}), "team"),
+        (created(common={"template": {"metadata": {"labels": {"team": "a b"}}}}), "team"),
         (created(gang={"scheduler": "kueue", "queue": "q" * 64}), "queue"),
         ({"ray": {**ANY_RAY["ray"], **created()["ray"]}}, "leave one of them out"),
         ({**ANY_RAY, "nameOverride": "-x"}, "nameOverride"),
-        ({**ANY_RAY, "nodeSelector": {"zone": "eu west"}}, "zone"),
+        ({**ANY_RAY, "template": {"spec": {"nodeSelector": {"zone": "eu west"}}}}, "zone"),
+        (
+            {**ANY_RAY, "nodeSelector": {"zone": "a"}},
+            "nodeSelector has gone: write it in template.spec.nodeSelector",
+        ),
         ({**ANY_RAY, "resources": {"limits": {"memory": "4 GB"}}}, "memory"),
     ],
 )
@@ -65,7 +71,45 @@ def test_what_kubernetes_or_kuberay_would_refuse_later_is_refused_here(
 def test_amounts_as_kubernetes_writes_them_are_taken(chart: Chart, resources: dict[str, Any]):
     values = groups(group(resources=resources, gpuType="NVIDIA-H100-80GB-HBM3"))
     chart.validate_schema(values)
-    assert nodes_of(objects(chart, values))["gpu"]["spec"]["containers"][0]["resources"] == resources
+    rendered = nodes_of(objects(chart, values))["gpu"]["spec"]["containers"][0]["resources"]
+    assert rendered["limits"] == resources["limits"]
+    assert rendered.get("requests", {}).items() >= resources.get("requests", {}).items()
+
+
+def _with_memory(limit: Any, processes: int | str, each: int | str | None) -> dict[str, Any]:
+    settings = {"SLOTLINE_PLAN_PROCESSES": processes}
+    if each is not None:
+        settings["SLOTLINE_PLAN_MEMORY_BYTES"] = each
+    return {**ANY_RAY, "settings": settings, "resources": {"limits": {"memory": limit}}}
+
+
+@pytest.mark.parametrize(
+    ("limit", "processes", "each"),
+    [
+        ("2Gi", 1, None),
+        ("3G", 1, None),
+        ("8Gi", "1", 4 << 30),
+        (3 << 30, 3, "536870912"),
+        ("1900M", 1, 1 << 29),
+    ],
+    ids=str,
+)
+def test_planning_processes_that_do_not_fit_into_the_containers_memory_are_refused(
+    chart: Chart, limit: Any, processes: int | str, each: int | str | None
+):
+    """By the amounts that the service itself counts with: the chart takes exactly what the service does not warn of."""
+    number, unit = re.fullmatch(r"([0-9]+)([MG]i?)?", str(limit)).groups()
+    container = int(number) * {None: 1, "M": 10**6, "G": 10**9, "Gi": 1 << 30}[unit]
+    least = LEAST_PROCESS_BYTES if each is None else int(each)
+    values = _with_memory(limit, processes, each)
+    chart.validate_schema(values)
+    if (int(processes) + 1) * least + SERVER_BYTES > container:
+        with pytest.raises(
+            HelmError, match=f"resources.limits.memory is {limit}, and {int(processes) + 1} planning"
+        ):
+            objects(chart, values)
+    else:
+        assert objects(chart, values)
 
 
 def test_a_great_many_cpu_workers_are_a_whole_number(chart: Chart):
@@ -76,6 +120,7 @@ def test_a_great_many_cpu_workers_are_a_whole_number(chart: Chart):
     assert one["rayStartParams"]["resources"] == '"{\\"slotline_worker\\": 2000000}"'
 
 
+@pytest.mark.slow
 def test_a_value_of_nothing_leaves_no_hole(chart: Chart):
     """`key: null` takes a default away: what is left renders without it, or is refused by its name."""
     defaults = yaml.safe_load((CHART / "values.yaml").read_text())

@@ -87,6 +87,7 @@ def _wait(process: subprocess.Popen[Any], url: str, log: Path) -> None:
     raise AssertionError(f"{url} does not answer: {log.read_text()}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", [path.stem for path in CASES])
 def test_the_control_plane_of_an_example_starts(chart: Chart, values: str, tmp_path: Path):
     found = objects(chart, case(values))

@@ -81,6 +81,7 @@ def test_no_volume_is_claimed_that_postgresql_leaves_empty(chart: Chart):
     assert claim({**ANY_RAY, "persistence": {"enabled": False}}) == (False, None)
 
 
+@pytest.mark.slow
 def test_tables_are_migrated_before_an_upgrade(chart: Chart, tmp_path: Path):
     """The hook's own arguments and environment, on a database of this test."""
     found = objects(chart, POSTGRES)
@@ -163,8 +164,14 @@ def test_further_objects_are_rendered_as_templates(chart: Chart):
 def test_the_control_plane_takes_volumes_and_environment_of_its_own(chart: Chart):
     values = {
         **ANY_RAY,
-        "volumes": [{"name": "ca", "configMap": {"name": "ca"}}],
-        "volumeMounts": [{"name": "ca", "mountPath": "/ca"}],
+        "template": {
+            "spec": {
+                "volumes": [{"name": "ca", "configMap": {"name": "ca"}}],
+                "containers": [
+                    {"name": "control-plane", "volumeMounts": [{"name": "ca", "mountPath": "/ca"}]}
+                ],
+            }
+        },
         "envFrom": [{"secretRef": {"name": "more"}}],
     }
     chart.validate_schema(values)

@@ -43,7 +43,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 
 {{- define "slotline.rayAddress" -}}
 {{- if .Values.ray.cluster.create -}}
-{{- printf "http://%s-head-svc.%s.svc:8265" (include "slotline.rayCluster" .) .Release.Namespace -}}
+{{- printf "http://%s-head-svc.%s.svc:%s" (include "slotline.rayCluster" .) .Release.Namespace (include "slotline.rayPort" (dict "group" .Values.ray.cluster.head "name" "dashboard-port" "default" 8265)) -}}
 {{- else -}}
 {{- required "set ray.address to the dashboard of a Ray cluster (http://head:8265), or ray.cluster.create to true" .Values.ray.address -}}
 {{- end -}}
@@ -79,7 +79,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- $_ := set $variables $variable $name -}}
 {{- $_ := set $entry "token_variable" $variable -}}
 {{- end -}}
-{{- range $value, $setting := dict "driverUrl" "driver_url" "driverRayAddress" "driver_ray_address" "driverPython" "driver_python" "workersPerGpu" "workers_per_gpu" "timeoutSeconds" "timeout_s" -}}
+{{- range $value, $setting := dict "driverUrl" "driver_url" "driverRayAddress" "driver_ray_address" "driverPython" "driver_python" "workersPerGpu" "workers_per_gpu" -}}
 {{- if hasKey $one $value -}}{{- $_ := set $entry $setting (get $one $value) -}}{{- end -}}
 {{- end -}}
 {{- $_ := set $all $name $entry -}}
@@ -120,7 +120,19 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 
 {{- define "slotline.image" -}}
+{{- include "slotline.registry" . -}}
 {{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) -}}
+{{- end -}}
+
+{{- define "slotline.rayImage" -}}
+{{- include "slotline.registry" . -}}
+{{- with .Values.ray.cluster.image -}}
+{{- printf "%s:%s" .repository (default (printf "%s-cuda" $.Chart.AppVersion) .tag) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "slotline.registry" -}}
+{{- with .Values.imageRegistry }}{{ trimSuffix "/" . }}/{{ end -}}
 {{- end -}}
 
 {{/* Whether the data directory is on a volume that outlives the pod. */}}
@@ -143,5 +155,27 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 {{- with $labels }}
 {{- toYaml . }}
+{{- end -}}
+{{- end -}}
+
+{{/* An amount of memory as Kubernetes writes it (4Gi, 4096M, 4294967296) in whole MiB. */}}
+{{- define "slotline.mebibytes" -}}
+{{- $text := include "slotline.text" . -}}
+{{- $units := dict "" 1 "k" 1e3 "K" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "Pi" 1125899906842624 "Ei" 1152921504606846976 "m" 0.001 -}}
+{{- $number := regexFind "^[0-9.]+" $text -}}
+{{- printf "%.0f" (floor (divf (mulf (float64 $number) (get $units (trimPrefix $number $text))) 1048576.0)) -}}
+{{- end -}}
+
+{{/* Refuses planning processes that, beside 1 GiB for the server (SERVER_BYTES), do not fit into the container's memory. */}}
+{{- define "slotline.planningFits" -}}
+{{- with (default (dict) (default (dict) .Values.resources).limits).memory -}}
+{{- $settings := $.Values.settings -}}
+{{- $processes := add 1 (int (include "slotline.text" (default 1 (get $settings "SLOTLINE_PLAN_PROCESSES")))) -}}
+{{- $each := 512 -}}
+{{- with get $settings "SLOTLINE_PLAN_MEMORY_BYTES" -}}{{- $each = int (include "slotline.mebibytes" .) -}}{{- end -}}
+{{- $needed := add 1024 (mul $processes $each) -}}
+{{- if gt (int $needed) (int (include "slotline.mebibytes" .)) -}}
+{{- fail (printf "resources.limits.memory is %v, and %d planning processes of %d MiB beside 1024 MiB of the server need %dMi: raise it, or lower settings.SLOTLINE_PLAN_PROCESSES or SLOTLINE_PLAN_MEMORY_BYTES" . (int $processes) (int $each) (int $needed)) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
