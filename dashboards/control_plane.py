@@ -64,7 +64,7 @@ def _orchestrator() -> list[Any]:
             "Lag of the orchestrator",
             "s",
             ("max by (instance) (slotline_orchestrator_lag_seconds)", "{{instance}}"),
-            about="Since it last came round: a tick's length (SLOTLINE_TICK_S) while all is well.",
+            about="Since it last came round: half a second while all is well.",
         ),
         curves(
             "Time of a round",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from grafana_foundation_sdk.models import dashboard as models
-from panels import bars, board, curves, data_link, number, page_links, rows_of, variable, with_rows
+from panels import bars, board, curves, data_link, marks, number, page_links, rows_of, variable, with_rows
 
 _JOB = '{job="$job"}'
 _HOUR = "[1h]"
@@ -30,6 +30,15 @@ def build() -> models.Dashboard:
         .with_variable(
             variable("url", "Control plane", "label_values(slotline_control_plane_info, url)").hide(
                 models.VariableHide.HIDE_VARIABLE
+            )
+        )
+        .annotation(marks("Checkpoints", _max("checkpoint_timestamp_seconds"), "Checkpoint saved", "#73bf69"))
+        .annotation(
+            marks(
+                "Interruptions",
+                f"max by (job, reason) (slotline_attempt_end_timestamp_seconds{_JOB})",
+                "{{reason}}",
+                "#f2495c",
             )
         )
     )
@@ -130,11 +139,25 @@ def _training() -> list[Any]:
             span=6,
         ),
         curves(
+            "Gradient norm",
+            "short",
+            (_max("grad_norm"), "norm"),
+            about="Of all gradients together, of the last finished step, before clipping.",
+            span=6,
+        ),
+        curves(
+            "Learning rate",
+            "short",
+            (_max("learning_rate"), "rate"),
+            about="Of the last finished step, of the first group of parameters.",
+            span=6,
+        ),
+        curves(
             "Metrics of the loss",
             "short",
             (f"max by (name) (slotline_job_metric{_JOB})", "{{name}}"),
             about="What the loss returns beside itself, of the last finished step.",
-            span=12,
+            span=24,
             from_zero=False,
         ),
     ]
@@ -167,11 +190,13 @@ def _plan() -> list[Any]:
     hours = f"sum by (reason) (increase(slotline_idle_accelerator_seconds_total{_JOB}{_HOUR})) / 3600"
     return [
         curves(
-            "Makespan: planned and measured",
+            "Makespan: first plan, calibrated and measured",
             "s",
-            (_max("plan_makespan_seconds"), "planned"),
+            (_max("plan_makespan_seconds"), "first plan"),
+            (_max("calibrated_makespan_seconds"), "calibrated"),
             (_max("makespan_seconds"), "measured"),
-            about="From the first forward to the end of the last backward.",
+            about="From the first forward to the end of the last backward; calibrated: the plan with the costs that "
+            "profiled steps gave.",
         ),
         curves(
             "Bubble: planned and measured",
@@ -285,7 +310,8 @@ def _keeping() -> list[Any]:
             "s",
             (f"max by (phase) (slotline_job_start_seconds{_JOB})", "control plane: {{phase}}"),
             (f"max by (phase) (slotline_launch_phase_seconds{_JOB})", "driver: {{phase}}"),
-            about="submit: until Ray has the driver; start: from then until it trains, and within it the driver's phases.",
+            about="queue: until it has accelerators; submit: until Ray has the driver; start: until it trains. Within it, "
+            "and to the end of the first step, the driver's phases.",
         ),
         curves(
             "Age of the checkpoint",

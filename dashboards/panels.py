@@ -77,6 +77,21 @@ def variable(name: str, label: str, query: str) -> dashboard.QueryVariable:
     )
 
 
+def marks(name: str, expression: str, title: str, colour: str) -> dashboard.AnnotationQuery:
+    """Marks over all curves, at the times that are the values of `expression`, in seconds since 1970."""
+    return (
+        dashboard.AnnotationQuery()
+        .name(name)
+        .datasource(SOURCE)
+        .enable(True)
+        .icon_color(colour)
+        .expr(f"1000 * {expression}")
+        .step("5s")
+        .title_format(title)
+        .use_value_for_time(True)
+    )
+
+
 def page_links(built: dashboard.Dashboard) -> dashboard.Dashboard:
     """To the job's own page and to its trace; `$url` is the control plane's address."""
     for title, path in (("Job page", ""), ("Trace (Perfetto)", "/api/v1/jobs/${job}/timeline?format=chrome")):

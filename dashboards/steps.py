@@ -18,33 +18,38 @@ _KIND = "grafana-postgresql-datasource"
 _SOURCE = common_models.DataSourceRef(type_val=_KIND, uid="${database}")
 _JOB = "${job:sqlstring}"
 _STEP = f"job_id = {_JOB} AND step = $step"
+_MESHES = "mesh IN (${mesh:sqlstring})"
+# The axis has a millisecond for each microsecond of the step, so its ends are the window's in microseconds.
+_WINDOW = "1e6 * end_s >= ${__from} AND 1e6 * start_s <= ${__to}"
+_IN_ORDER = "substring(mesh from '[0-9]+')::bigint NULLS FIRST, mesh"
 
 _TIMELINE = f"""
 WITH profiled AS (SELECT attempt FROM timelines WHERE {_STEP}),
 whole AS (SELECT min(start_s) AS first_s FROM slots WHERE {_STEP}),
 rows AS (
   SELECT mesh, lane, 'run' AS kind, action, microbatch, stage, start_s - first_s AS start_s, end_s - first_s AS end_s
-  FROM slots, whole WHERE {_STEP}
+  FROM slots, whole WHERE {_STEP} AND {_MESHES}
   UNION ALL
   SELECT p.mesh, p.lane, 'plan', p.action, p.microbatch, p.stage, p.start_s, p.end_s
   FROM plans JOIN profiled USING (attempt),
        jsonb_to_recordset(body::jsonb -> 'plan' -> 'slots') AS p(
          mesh text, lane text, action text, microbatch int, stage text, start_s float8, end_s float8)
-  WHERE job_id = {_JOB}
+  WHERE job_id = {_JOB} AND p.{_MESHES}
 )
 SELECT mesh || ' ' || lane || ' ' || kind AS row,
        to_timestamp(1000 * start_s) AS start,
        to_timestamp(1000 * end_s) AS end,
        action || coalesce(microbatch::text, '') || ' ' || coalesce(stage, '') AS "Value"
 FROM rows
-ORDER BY substring(mesh from '[0-9]+')::bigint NULLS FIRST, mesh, lane, kind, start_s
+WHERE {_WINDOW}
+ORDER BY {_IN_ORDER}, lane, kind, start_s
 """
 # A microsecond of the step is a millisecond after 1970: to_timestamp takes seconds, so a second is a thousand.
-_CURVES = (
-    f"SELECT step, loss, step_s, makespan_s, bubble_ratio FROM steps WHERE job_id = {_JOB} ORDER BY step"
-)
+_CURVES = f"""
+SELECT step, loss, step_s, makespan_s, bubble_ratio, grad_norm, learning_rate FROM steps WHERE job_id = {_JOB} ORDER BY step
+"""
 _NUMBERS = f"""
-SELECT step, attempt, loss, step_s, makespan_s, bubble_ratio, exposed_transfer_s, overlap_ratio, grad_norm
+SELECT step, attempt, loss, step_s, makespan_s, bubble_ratio, exposed_transfer_s, overlap_ratio, grad_norm, learning_rate
 FROM steps WHERE {_STEP}
 """
 _COMPUTE = f"""
@@ -54,7 +59,7 @@ FROM slots WHERE {_STEP} AND action IN ('F', 'B', 'I', 'W') GROUP BY mesh ORDER 
 
 
 def build() -> models.Dashboard:
-    """One job's curves over steps, and the slots of the step that is chosen."""
+    """One job's curves over steps, and the slots of the chosen step and meshes within the time range."""
     board = (
         dashboard.Dashboard("Slotline: stored steps")
         .uid("slotline-steps")
@@ -74,6 +79,16 @@ def build() -> models.Dashboard:
         .with_variable(
             _variable("step", "Step", f"SELECT step FROM timelines WHERE job_id = {_JOB} ORDER BY step DESC")
         )
+        .with_variable(
+            _variable(
+                "mesh",
+                "Meshes",
+                f"SELECT mesh FROM (SELECT DISTINCT mesh FROM slots WHERE {_STEP}) AS known ORDER BY {_IN_ORDER}",
+            )
+            .multi(True)
+            .include_all(True)
+            .current(models.VariableOption(text="All", value="$__all", selected=True))
+        )
     )
     panels = [
         _curve("Loss", "short", ["loss"], "Of each step, over its number."),
@@ -85,6 +100,20 @@ def build() -> models.Dashboard:
             "percentunit",
             ["bubble_ratio"],
             "Share of the makespan in which meshes compute nothing.",
+        ),
+        _curve(
+            "Gradient norm",
+            "short",
+            ["grad_norm"],
+            "Of all gradients together, before clipping.",
+            span=12,
+        ),
+        _curve(
+            "Learning rate",
+            "short",
+            ["learning_rate"],
+            "Of the first group of parameters.",
+            span=12,
         ),
         table.Panel()
         .title("Step $step")
@@ -121,7 +150,7 @@ def _variable(name: str, label: str, sql: str) -> dashboard.QueryVariable:
     )
 
 
-def _curve(title: str, unit: str, columns: list[str], about: str) -> trend.Panel:
+def _curve(title: str, unit: str, columns: list[str], about: str, *, span: int = 8) -> trend.Panel:
     """Columns over the step number."""
     keep = {"include": {"names": ["step", *columns]}}
     return (
@@ -131,7 +160,7 @@ def _curve(title: str, unit: str, columns: list[str], about: str) -> trend.Panel
         .datasource(_SOURCE)
         .x_field("step")
         .unit(unit)
-        .span(8)
+        .span(span)
         .height(8)
         .override_by_name("step", [models.DynamicConfigValue("unit", "none")])
         .legend(common.VizLegendOptions().show_legend(len(columns) > 1))

@@ -30,9 +30,11 @@ COUNTER = re.compile(r"\b[a-zA-Z_]+_(?:total|count|sum|bucket)\b")
 OF_THE_STORE = (
     *("jobs", "queue_depth", "attempts_total", "queue_wait_seconds_bucket", "queue_oldest_wait_seconds"),
     *("job_info", "job_attempts", "job_start_seconds", "checkpoint_age_seconds"),
+    *("checkpoint_timestamp_seconds", "attempt_end_timestamp_seconds"),
     *(
         "checkpoint_interval_seconds",
         "mesh_compute_seconds_over_plan",
+        "calibrated_makespan_seconds",
         "link_seconds_over_plan",
         "link_bytes",
     ),
@@ -67,6 +69,10 @@ def _of_the_board(board: dict[str, Any]) -> Iterator[str]:
     for name, times in Counter(map(_name, _panels(board))).items():
         if times > 1:
             yield f"{times} panels are called {name}"
+    for mark in board["annotations"].get("list", []):
+        if mark["datasource"]["uid"] not in SOURCES.values() or not mark["useValueForTime"]:
+            yield f"{mark['name']} asks a source of its own, or marks times that are no values"
+        yield from _of_promql(board["uid"], mark["expr"])
     taken: set[tuple[int, int]] = set()
     for panel in board["panels"]:
         place = panel["gridPos"]

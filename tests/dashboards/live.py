@@ -127,6 +127,8 @@ def dashboard_queries(
             for panel in built["panels"]
             for target in panel.get("targets", [])
         ]
+        for mark in built["annotations"].get("list", []):
+            asked.append((mark["name"], "marks", mark["expr"], False))
         for variable in built["templating"]["list"]:
             if match := re.fullmatch(r"query_result\((.*)\)", str(variable.get("query"))):
                 asked.append(("variable", variable["name"], match[1], True))

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -28,10 +28,21 @@ class Grafana:
     job: str
     plan: Plan
 
-    def ask(self, sql: str, step: int = 20) -> list[dict[str, Any]]:
+    def ask(
+        self,
+        sql: str,
+        step: int = 20,
+        *,
+        meshes: Sequence[str] = ("mesh0", "mesh1", "mesh2", "mesh10"),
+        window_us: tuple[int, int] = (0, 10**6),
+    ) -> list[dict[str, Any]]:
+        """The answer with variables as Grafana writes them into a query; `window_us` is the time range in milliseconds."""
         values = {
             "${job:sqlstring}": f"'{self.job}'",
             "$step": str(step),
+            "${mesh:sqlstring}": ",".join(f"'{mesh}'" for mesh in meshes),
+            "${__from}": str(window_us[0]),
+            "${__to}": str(window_us[1]),
         }
         for variable, value in values.items():
             sql = sql.replace(variable, value)
@@ -90,20 +101,24 @@ def sql_of(board: dict[str, Any], title: str) -> str:
     return target["rawSql"]
 
 
+@pytest.mark.slow
 def test_every_query_has_data(grafana: Grafana, board: dict[str, Any]):
     queries = [target["rawSql"] for panel in board["panels"] for target in panel["targets"]]
-    assert len(queries) == 6
+    assert len(queries) == 8
     for sql in queries:
         assert grafana.ask(sql), sql
 
 
 def test_the_variables_offer_jobs_and_profiled_steps(grafana: Grafana, board: dict[str, Any]):
-    job, step = (v["query"] for v in board["templating"]["list"] if v["type"] == "query")
+    job, step, mesh = (v["query"] for v in board["templating"]["list"] if v["type"] == "query")
     offered = grafana.ask(job)
     assert [row["__text"].split()[0] for row in offered] == ["patient", "gpt", "broken"], "newest first"
     assert offered[1]["__value"] == grafana.job
     assert offered[1]["__text"] == f"gpt {grafana.job}"
     assert [row["step"] for row in grafana.ask(step)] == [40, 20]
+    assert [row["mesh"] for row in grafana.ask(mesh)] == [f"mesh{k}" for k in range(STAGES)]
+    (variable,) = (v for v in board["templating"]["list"] if v["name"] == "mesh")
+    assert variable["multi"] and variable["includeAll"] and variable["current"]["value"] == "$__all"
 
 
 def microseconds(at: datetime) -> float:
@@ -150,6 +165,27 @@ def test_the_timeline_of_a_step_that_begins_late_begins_at_the_origin_too(
     assert {"I", "W"} <= {row["Value"][0] for row in rows} and "F0 moved" in {row["Value"] for row in rows}
 
 
+def test_of_many_slots_those_of_the_chosen_meshes_within_the_time_range_are_read(
+    grafana: Grafana, board: dict[str, Any]
+):
+    """A slot that reaches into the range counts; what is read does not grow with the meshes and microbatches beside it."""
+    sql = sql_of(board, "Slots of step")
+    first_us, last_us = 10_000, 22_000
+    rows = grafana.ask(sql, meshes=["mesh1"], window_us=(first_us, last_us))
+    slots = [slot for slot in grafana.plan.slots if slot.mesh == "mesh1"]
+    for kind, slower in (("plan", 1.0), ("run", SLOWER)):
+        inside = [
+            slot
+            for slot in slots
+            if 1e6 * slower * slot.end_s >= first_us and 1e6 * slower * slot.start_s <= last_us
+        ]
+        shown = [row for row in rows if row["row"].endswith(kind)]
+        assert 0 < len(inside) < len(slots) and len(shown) == len(inside)
+        starts = sorted(microseconds(row["start"]) for row in shown)
+        assert starts == pytest.approx(sorted(1e6 * slower * slot.start_s for slot in inside), abs=1e-2)
+    assert {row["row"].split()[0] for row in rows} == {"mesh1"}
+
+
 def test_rows_stand_in_the_order_of_the_pipeline_and_not_of_the_alphabet(
     grafana: Grafana, board: dict[str, Any]
 ):
@@ -192,6 +228,7 @@ def test_the_numbers_and_sums_of_a_step_are_its_own(grafana: Grafana, board: dic
         "exposed_transfer_s": 0.001,
         "overlap_ratio": 0.9,
         "grad_norm": 1.0,
+        "learning_rate": pytest.approx(0.007),
     }
     seconds = {row["mesh"]: row["seconds"] for row in grafana.ask(sql_of(board, "Compute time"))}
     planned = {mesh.name: mesh.compute_s * SLOWER for mesh in grafana.plan.meshes}
