@@ -57,7 +57,12 @@ class Saver:
             CheckpointPolicy(folder, every_steps=1, keep=1),
             "job",
             gang=SimpleGang(workers=workers, meshes=meshes, wait=wait, name=str),
-            reporter=SimpleNamespace(event=lambda *_: None, checkpoint=lambda *_: None),
+            reporter=SimpleNamespace(
+                event=lambda *_: None,
+                checkpoint=lambda *_: None,
+                undelivered=lambda _: {},
+                deliver_again=lambda *_: None,
+            ),
             limit_s=600.0,
             timed=lambda operation, seconds: self.seconds.__setitem__(operation, seconds),
         )

@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 import worker.actor.actor  # noqa: F401 — first: rooms of the worker import each other
-from worker.engine.compile import StageCompiler, compiled_pieces, uncompiled
-from worker.engine.forward import drop_casts, run_forward
+from worker.engine.compile import StageCompiler, compiled_pieces
+from worker.engine.forward import drop_casts, run_forward, uncompiled
 from worker.examples import gpt, unet
 from worker.model.export import trace
 from worker.model.rng import RandomState, reseed_at_random_ops

@@ -317,8 +317,7 @@ class Worker:
         common = {
             "mesh": self.meshes[self.rank],
             "worker": 0,
-            "store_host": "127.0.0.1",
-            "store_port": self.job["port"],
+            "store": ("127.0.0.1", self.job["port"]),
             "prefix": name,
         }
         if self.cuda:

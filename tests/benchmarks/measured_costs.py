@@ -40,7 +40,7 @@ def planning(sizes: list[tuple[int, int]], budget_s: float, *, as_jobs: bool) ->
 def cuts(budget_s: float) -> None:
     """The chosen cut beside others, each planned with the same budget: makespans in units of the chosen one."""
     from service.scheduler.job.cut import PipelineSetup, balanced_cut, equal_layers_cut
-    from service.scheduler.job.joint import PlanRequest, plan_jointly
+    from service.scheduler.job.joint import JointSearchRequest, plan_jointly
     from service.scheduler.job.partition import partition
     from service.scheduler.planner import make_plan
     from tests.service.scheduler.job.test_joint import measured, meshes, network
@@ -57,7 +57,7 @@ def cuts(budget_s: float) -> None:
         for speed in SPEEDS:
             started = time.monotonic()
             found = plan_jointly(
-                PlanRequest({8: profile}, PipelineSetup(meshes(4), network(speed)), stages=[4]),
+                JointSearchRequest({8: profile}, PipelineSetup(meshes(4), network(speed)), stages=[4]),
                 budget_s=budget_s,
             )
             seconds = time.monotonic() - started

@@ -224,8 +224,7 @@ class Worker:
             Topology(meshes),
             mesh=mesh,
             worker=0,
-            store_host="127.0.0.1",
-            store_port=self.job["port"],
+            store=("127.0.0.1", self.job["port"]),
             host="127.0.0.1",
             prefix="slotline",
         )

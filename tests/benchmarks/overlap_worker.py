@@ -69,8 +69,7 @@ class Worker:
             Topology(self.meshes),
             mesh=self.meshes[self.rank],
             worker=0,
-            store_host=self.job["host"],
-            store_port=self.job["port"],
+            store=(self.job["host"], self.job["port"]),
             host=self.job["address"],
             prefix=name,
         )

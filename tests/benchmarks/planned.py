@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from service.cli.demo import GPT_JOB, UNET_JOB
-from service.cli.job_file import zip_folder
 from service.cli.serve import LocalServer
 from service.client.client import Client
+from service.client.job_spec import zip_folder
 from service.orchestrator.ray.local_ray import free_ports
 from service.spec.states import JobState
 
@@ -55,9 +55,11 @@ def jobs(steps: int, package: str) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Row:
-    """One job: seconds and bytes, planned and measured; bytes of the mesh that is planned to hold most."""
+    """One job: seconds and bytes, planned and measured; bytes of the mesh that is planned to hold most. `calibrated_s` is
+    the makespan of the plan with the costs of profiled steps."""
 
     planned_s: float
+    calibrated_s: float
     makespan_s: float
     step_s: float
     planned_bytes: int
@@ -74,12 +76,16 @@ def run(client: Client, job: dict[str, Any]) -> Row:
         time.sleep(0.2)
     if view.state is not JobState.SUCCEEDED:
         raise SystemExit(f"{job['name']} {view.state}: {view.reason}: {view.message}")
-    plan = client.plan(job_id).plan
+    stored = client.plan(job_id)
+    plan, calibrated = stored.plan, stored.calibrated
+    if calibrated is None:
+        raise SystemExit(f"{job['name']} has no profiled step but its first: take more --steps")
     steps = list(client.steps(job_id))[1:]
     mesh = max(plan["meshes"], key=lambda one: one["peak_memory_bytes"])
     seen = view.attempts[-1].peak_memory_bytes or {}
     return Row(
         planned_s=plan["makespan_s"],
+        calibrated_s=calibrated.makespan_s,
         makespan_s=statistics.median(step.makespan_s for step in steps if step.makespan_s is not None),
         step_s=statistics.median(step.step_s for step in steps if step.step_s is not None),
         planned_bytes=mesh["peak_memory_bytes"],
@@ -102,13 +108,15 @@ def main() -> int:
         ):
             known = jobs(given.steps, client.upload_package(zip_folder(MODELS)).uri)
             print(
-                "model            planned ms  makespan ms  planned/measured  step ms  planned MB  measured MB  ratio"
+                "model            planned ms  calibrated ms  makespan ms  planned/measured  calibrated/measured  "
+                "step ms  planned MB  measured MB  ratio"
             )
             for name in given.jobs or known:
                 row = run(client, known[name])
                 print(
-                    f"{name:15}  {1e3 * row.planned_s:10.1f}  {1e3 * row.makespan_s:11.1f}  "
-                    f"{row.planned_s / row.makespan_s:16.2f}  {1e3 * row.step_s:7.1f}  {row.planned_bytes / 1e6:10.1f}  "
+                    f"{name:15}  {1e3 * row.planned_s:10.1f}  {1e3 * row.calibrated_s:13.1f}  "
+                    f"{1e3 * row.makespan_s:11.1f}  {row.planned_s / row.makespan_s:16.2f}  "
+                    f"{row.calibrated_s / row.makespan_s:19.2f}  {1e3 * row.step_s:7.1f}  {row.planned_bytes / 1e6:10.1f}  "
                     f"{row.measured_bytes / 1e6:11.1f}  {row.planned_bytes / max(1, row.measured_bytes):5.2f}",
                     flush=True,
                 )

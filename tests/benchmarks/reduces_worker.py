@@ -31,7 +31,7 @@ from worker.benchmark.optimizer_step import (
 from worker.contract.buckets import BucketedProgram
 from worker.contract.planned import MeshProgram
 from worker.contract.program import program_from_json
-from worker.engine import engine as engine_module
+from worker.engine import lowering
 from worker.engine.engine import Engine, engine_collectives
 from worker.engine.local_stages import LocalStages
 from worker.engine.results import RunOptions
@@ -84,8 +84,7 @@ class Worker:
             topology or Topology(MESHES, WORKERS_PER_MESH),
             mesh=self.mesh,
             worker=self.worker,
-            store_host=self.job["host"],
-            store_port=self.job["port"],
+            store=(self.job["host"], self.job["port"]),
             host=self.job["address"],
             prefix=name,
         )
@@ -136,13 +135,13 @@ class Worker:
     def run_row(self, row) -> list[dict]:
         microbatches = self.job["microbatches"]
         if not row["early"]:
-            engine_module.with_buckets = lambda program, _: BucketedProgram(
+            lowering.with_buckets = lambda program, _: BucketedProgram(
                 program, {}, tuple(range(len(program)))
             )
         else:
             from worker.contract.buckets import with_buckets
 
-            engine_module.with_buckets = with_buckets
+            lowering.with_buckets = with_buckets
         program = MeshProgram(program_from_json(row["programs"][self.mesh]), microbatches)
         stages = {
             k: HeavyStage(k, self.edges, self.job["seconds"], self.record, self.job["ballast"])

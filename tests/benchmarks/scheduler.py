@@ -203,7 +203,7 @@ def against_torch(microbatches: int, budget_s: float) -> bool:
 def cold_start() -> None:
     """Print what a fresh process pays for imports."""
     began = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "from service.scheduler import make_plan"], check=True)
+    subprocess.run([sys.executable, "-c", "import service.scheduler.planner"], check=True)
     print(f"fresh process, import only: {time.perf_counter() - began:.2f} s")
 
 

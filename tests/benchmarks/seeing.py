@@ -114,7 +114,7 @@ class _Seeing:
     def __init__(self, run: Any, url: str) -> None:
         from worker.contract.logs import TraceParent
         from worker.driver.control_plane_client import ControlPlane
-        from worker.driver.metrics import JobMetrics, ModelFlops
+        from worker.driver.metrics import DriverMetrics, ModelFlops
         from worker.driver.reporter import Reporter, Spans
 
         self.run, self.parts, self.steps = run, _Parts(), 0
@@ -128,7 +128,7 @@ class _Seeing:
 
         self.control.report = timed  # type: ignore[method-assign]
         self.reporter = Reporter(self.control)
-        self.metrics = JobMetrics("job")
+        self.metrics = DriverMetrics("job")
         self.metrics.set_plan(self.plan["plan"], step_s=0.1)
         self.metrics.set_model_flops(ModelFlops(10**9))
         self.spans = Spans(TraceParent.read(TRACE), self.reporter.span)
@@ -155,7 +155,7 @@ class _Seeing:
         self.run.step(step)
 
     def on(self, step: int) -> None:
-        from worker.driver.step_record import ClockOffset, record_step
+        from worker.driver.step_measurement import ClockOffset, measure_step
 
         began = time.monotonic()
         results = self.run.step(step)
@@ -163,12 +163,11 @@ class _Seeing:
         with self.parts.of(SLOTS):
             results = [pickle.loads(pickle.dumps(result, protocol=5)) for result in results]
         with self.parts.of(RECORD):
-            record = record_step(
+            record = measure_step(
                 step=step,
-                meshes=[f"m{index}" for index in range(MESHES)],
+                workers={f"m{index}": 1 for index in range(MESHES)},
                 stage_names=[stage["name"] for stage in self.plan["spec"]["stages"]],
                 results=results,
-                sizes=[1] * MESHES,
                 offsets=[ClockOffset(0.0, 0.0)] * MESHES,
                 step_s=time.monotonic() - began,
                 clock=(time.time(), time.monotonic()),
@@ -202,19 +201,19 @@ def _engine_blind() -> Iterator[None]:
     from worker.engine import engine
     from worker.engine.lanes import cpu as lanes_cpu
 
-    clock, made = lanes_cpu.time, engine.measured_slot
+    clock, made = lanes_cpu.time, engine.label_slot_time
     lanes_cpu.time = SimpleNamespace(monotonic=lambda: _NOW[0])  # type: ignore[attr-defined]
-    engine.measured_slot = lambda *_: None  # type: ignore[assignment]
+    engine.label_slot_time = lambda *_: None  # type: ignore[assignment]
     try:
         yield
     finally:
-        lanes_cpu.time, engine.measured_slot = clock, made  # type: ignore[attr-defined]
+        lanes_cpu.time, engine.label_slot_time = clock, made  # type: ignore[attr-defined]
 
 
 def _of_engine(slots: int) -> float:
     """Processor seconds of two looks at the clock and a slot for each instruction."""
     from worker.contract.program import Instruction
-    from worker.engine.engine import measured_slot
+    from worker.engine.engine import label_slot_time
 
     instruction = Instruction(op="F", lane="compute", stage=0, microbatch=0)
     found = []
@@ -222,7 +221,7 @@ def _of_engine(slots: int) -> float:
         began = time.thread_time()
         for _ in range(slots):
             start = time.monotonic()
-            measured_slot("m0", {}, instruction, start, time.monotonic())
+            label_slot_time("m0", {}, instruction, start, time.monotonic())
         found.append(time.thread_time() - began)
     return statistics.median(found)
 
@@ -295,7 +294,7 @@ def _job(model: dict[str, int]) -> dict[str, Any]:
         "optimizer": {"factory": "torch.optim:AdamW", "args": {"lr": 1e-3}},
         "training": {"steps": 1000, "global_batch": 32, "microbatches": MICROBATCHES, "seed": 0},
         "pipeline": {"stages": MESHES, "cut": "auto", "schedule": "1f1b"},
-        "resources": {"meshes": MESHES, "workers_per_mesh": 1, "device": "cpu"},
+        "resources": {"meshes": MESHES, "device": "cpu"},
     }
 
 

@@ -95,7 +95,7 @@ def _job(name: str, steps: int) -> dict[str, Any]:
             "clip_grad_norm": 1.0,
         },
         "pipeline": {"stages": MESHES, "cut": "auto", "schedule": "auto"},
-        "resources": {"meshes": MESHES, "workers_per_mesh": 1, "device": "cpu"},
+        "resources": {"meshes": MESHES, "device": "cpu"},
     }
 
 
@@ -130,7 +130,7 @@ def _slotline(spec: dict[str, Any]) -> dict[str, Any]:
                     "SLOTLINE_ATTEMPT_ID": "job-1",
                     "SLOTLINE_ATTEMPT_TOKEN": "secret",
                     "SLOTLINE_DRIVER_RAY_ADDRESS": cluster.address_info["gcs_address"],
-                    "SLOTLINE_METRICS_LINGER_S": "0",
+                    "SLOTLINE_LIMIT_LINGER_S": "0",
                     "SLOTLINE_LOG_LEVEL": "WARNING",
                 },
             )

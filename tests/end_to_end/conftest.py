@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import sys
 import threading
 import time
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
@@ -16,8 +19,13 @@ import pytest
 from service.cli.serve import LocalServer
 from service.orchestrator.ray.local_ray import LocalRay, free_ports
 from service.settings.settings import Settings
+from tests.polling import until
 
 FINAL = {"SUCCEEDED", "FAILED", "CANCELLED"}
+
+
+LINGER = {"SLOTLINE_LIMIT_LINGER_S": "2"}
+"""Drivers have it from the environment of their Ray."""
 
 
 class Server(LocalServer):
@@ -28,7 +36,7 @@ class Server(LocalServer):
             directory=directory,
             port=free_ports(1)[0],
             log=directory / "serve.log",
-            environment={"SLOTLINE_METRICS_LINGER_S": "2", **environment},
+            environment=LINGER | environment,
         )
         self.client = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
 
@@ -71,17 +79,22 @@ class RayHead:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._ray = LocalRay(Settings(local_workers=4))
-        self._call(self._ray.start())
+        with mock.patch.dict(os.environ, LINGER):
+            self._call(self._ray.start())
         self.address, self.token, self.gcs_address = self._ray.address, self._ray.token, self._ray.gcs_address
 
     @property
     def environment(self) -> dict[str, str]:
         """What `slotline serve` needs to use this cluster."""
+        cluster = {
+            "address": self.address,
+            "token": self.token,
+            "driver_ray_address": self.gcs_address,
+            "driver_python": sys.executable,
+        }
         return {
-            "RAY_ADDRESS": self.address,
-            "RAY_AUTH_TOKEN": self.token,
-            "SLOTLINE_DRIVER_RAY_ADDRESS": self.gcs_address,
-            "SLOTLINE_DRIVER_PYTHON": sys.executable,
+            "SLOTLINE_CLUSTERS": json.dumps({"head": cluster}),
+            "SLOTLINE_QUEUES": json.dumps({"default": {"cluster": "head"}}),
         }
 
     def held(self) -> dict[str, int]:
@@ -94,11 +107,8 @@ class RayHead:
         """The processes of living training actors: of this cluster, others use the machine too."""
         return [actor["pid"] for actor in self._workers() if actor["pid"]]
 
-    def assert_nothing_held(self, limit_s: float = 60) -> None:
-        deadline = time.monotonic() + limit_s
-        while (held := self.held()) != {"actors": 0, "placement_groups": 0}:
-            assert time.monotonic() < deadline, held
-            time.sleep(0.3)
+    def assert_nothing_held(self) -> None:
+        until(lambda: self.held() == {"actors": 0, "placement_groups": 0}, self.held, every_s=0.3)
 
     def stop(self) -> None:
         self._call(self._ray.stop())
@@ -133,7 +143,7 @@ def server(ray_head: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield server
 
 
-TWO = {"meshes": 2, "workers_per_mesh": 1, "device": "cpu"}
+TWO = {"meshes": 2, "device": "cpu"}
 """Half of the processes of `job_spec`'s own, where a test is not about four of them."""
 
 
@@ -160,6 +170,6 @@ def job_spec(name: str, **changes: Any) -> dict[str, Any]:
         "optimizer": {"factory": "torch.optim:AdamW", "args": {"lr": 1e-3}},
         "training": {"steps": 12, "global_batch": 16, "microbatches": 4, "seed": 3, "clip_grad_norm": 1.0},
         "pipeline": {"stages": 4, "schedule": "auto"},
-        "resources": {"meshes": 4, "workers_per_mesh": 1, "device": "cpu"},
+        "resources": {"meshes": 4, "device": "cpu"},
         "retry": {"infrastructure": 0},
     } | changes

@@ -9,7 +9,7 @@ import pytest
 
 from tests.end_to_end.conftest import job_spec
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 SECRET = "hunter2-and-more"
 
 

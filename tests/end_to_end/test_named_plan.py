@@ -12,7 +12,7 @@ from service.client.client import ApiError, Client
 from tests.end_to_end.conftest import job_spec
 from tests.end_to_end.test_jobs import plain_losses
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 MODEL = """
 from torch import nn

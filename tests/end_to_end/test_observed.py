@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from tests.dashboards.live import Server, prometheus, wait_for_data
-from tests.end_to_end.conftest import job_spec
+from tests.end_to_end.conftest import TWO, job_spec
+from tests.polling import until
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 NAME = "gpt-observed"
 NOT_OF_THIS_RUN = {
@@ -20,11 +19,13 @@ NOT_OF_THIS_RUN = {
     "MFU": "nobody knows the peak of a processor",
     "Metrics of the loss": "this loss returns nothing beside itself; test_dashboard.py has some",
     "Metrics of the evaluation": "the same",
+    "Interruptions": "nothing interrupts it",
 }
 
 
 def test_every_query_of_the_dashboards_has_data_of_a_training_job(server, ray_head, tmp_path):
-    spec = job_spec(NAME, checkpoint={"uri": str(tmp_path / "kept"), "every_steps": 20})
+    spec = job_spec(NAME, checkpoint={"uri": str(tmp_path / "kept"), "every_steps": 20}, resources=TWO)
+    spec["pipeline"] = {"stages": 2, "schedule": "auto"}
     spec["evaluation"] = {"every_steps": 50, "steps": 1, "data": spec["data"]}
     spec["training"] |= {"steps": 100_000}
     with prometheus(tmp_path, server.url) as scraper:
@@ -45,7 +46,9 @@ def test_every_query_of_the_dashboards_has_data_of_a_training_job(server, ray_he
 
 
 def _wait_for_a_scrape(scraper: Server) -> None:
-    deadline = time.monotonic() + 100
-    while not scraper.get("query", query="slotline_queue_wait_seconds_count")["result"]:
-        assert time.monotonic() < deadline, scraper.targets()
-        time.sleep(0.2)
+    until(
+        lambda: scraper.get("query", query="slotline_queue_wait_seconds_count")["result"],
+        scraper.targets,
+        limit_s=100,
+        every_s=0.2,
+    )

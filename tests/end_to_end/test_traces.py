@@ -7,7 +7,7 @@ import pytest
 from tests.end_to_end.conftest import Server, job_spec
 from tests.otlp import receiver
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
@@ -39,7 +39,8 @@ def test_a_jobs_spans_arrive_in_one_trace_with_the_right_parents(ray_head, tmp_p
     assert path["plan"] == [*root, "attempt", "POST /api/v1/attempts/{attempt_id}/plan"]
     assert path["step on m1"] == [*root, "attempt", "step"]
     phases = {name for name in path if name.startswith("launch: ")}
-    assert {f"launch: {name}" for name in ("place", "plan", "load", "restore", "warm up")} <= phases
+    told = ("place", "trace", "profile", "plan", "load", "restore", "warm up", "first step")
+    assert {f"launch: {name}" for name in told} <= phases
     attempt = next(span for span in ours.values() if span.name == "attempt")
     steps = [span for span in ours.values() if span.name == "step"]
     assert [span.attributes["slotline.step"] for span in sorted(steps, key=lambda s: s.start_ns)] == [1, 2, 3]

@@ -11,7 +11,8 @@ import yaml
 from torch import nn
 
 from service.cli.job_file import read_spec
-from service.cli.local_plan import validated_job
+from service.cli.local.plan import validated_job
+from tests.tiers import some_by_day
 from tests.worker.workers import Workers
 from worker.data.sampler import BatchSampler, read_sample
 
@@ -91,7 +92,8 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
+@some_by_day("family", FAMILIES, by_day=1)
 def test_the_job_file_of_a_family_trains_as_its_librarys_own_loop(family, monkeypatch):
     pytest.importorskip("transformers")
     pytest.importorskip("diffusers")

@@ -29,7 +29,7 @@ from worker.contract.job import Job
 from worker.contract.planned import PlannedJob, parse_planned_job
 from worker.data.sampler import BatchSampler
 from worker.model.factory import build_model, call_factory
-from worker.model.rng_ops import RngOp, replay_rng, traced_rng_ops
+from worker.model.rng_ops import RngKey, RngOp, replay_rng, traced_rng_ops
 from worker.verify.local_gang import InspectableWorker, LocalGang, make_workers
 
 MARK = "MODEL_ROW "
@@ -177,7 +177,7 @@ def _plain(
         losses = []
         for m in reversed(range(count)) if other_order else range(count):
             batch = _stacked([data[index] for index in sampler.indices(step, m)])
-            with replay_rng(model, calls, seed=training["seed"], worker=0, step=step, microbatch=m):
+            with replay_rng(model, calls, RngKey(training["seed"], worker=0, step=step, microbatch=m)):
                 found = _loss(model, batch, loss, spec["model"].get("output"))
             (found / count).backward()
             losses.append(found.item())
