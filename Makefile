@@ -10,7 +10,8 @@ SYSTEM_PACKAGES := chromium prometheus postgresql iproute2
 PYTEST_ARGS ?=
 
 # Tests of one file run in one process, all that start Ray in one (tests/conftest.py); the marks are told in tests/README.md.
-PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
+# The few that fail are tried once more at the end, alone (tests/second_try.py).
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder --second-try
 BY_NIGHT := slow or matrix or postgres
 
 unexport PYTHONDONTWRITEBYTECODE
@@ -76,8 +77,8 @@ system-packages:
 test: setup system-packages
 	$(PYTEST) -m "not ($(BY_NIGHT))" $(PYTEST_ARGS)
 
-test-all: test
-	$(PYTEST) -m "$(BY_NIGHT)" $(PYTEST_ARGS)
+test-all: setup system-packages
+	$(PYTEST) $(PYTEST_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ import pytest
 from tests.leaks import leaked, state
 from tests.missing import leave_out_without_libraries
 from tests.progress import pytest_configure, pytest_runtest_logstart  # noqa: F401 (hooks)
+from tests.second_try import pytest_addoption, pytest_sessionfinish, pytest_terminal_summary  # noqa: F401 (hooks)
 from worker.contract import reasons
 
 # readline, which pytest imports, leaves the size of a terminal to the processes of xdist, which have none

@@ -73,4 +73,4 @@ def test_a_dead_and_a_hanging_cluster_stop_nobody_on_the_third_and_are_told_by_n
         assert any(line[:5] == ["default", "0", "of", "4", "slotline_worker"] for line in lines)
         assert any(line[:1] == ["dead"] and "answer:" in line for line in lines)
         assert ["queue", "cluster", "used", "quota", "waiting", "next", "in", "line"] in lines
-        assert ["node", "cluster", "state", "free", "address", "offers"] in lines
+        assert ["node", "cluster", "state", "and", "reason", "free", "address", "offers"] in lines
