@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+ALONE = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 RENAMES = """
 def test_renames(request, subtests):
     nodeid = request.node.nodeid
@@ -26,9 +28,13 @@ def test_plain():
 
 def percents(folder: Path, *arguments: str) -> list[int]:
     (folder / "test_some.py").write_text(RENAMES)
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *arguments, str(folder)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, str(folder)]
     run = subprocess.run(
-        [*command, f"--rootdir={folder}"], cwd=Path(__file__).parents[1], capture_output=True, text=True
+        [*command, f"--rootdir={folder}"],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        env=ALONE,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     return [int(percent) for percent in re.findall(r"\[ *(\d+)%\]", run.stdout)]

@@ -50,6 +50,7 @@ def test_no_other_module_of_the_control_planes_tests_imports_torch():
     assert set(modules_with_torch("*.py")) == {*MAY_IMPORT_TORCH}, "import it within the test that needs it"
 
 
+@pytest.mark.slow
 def test_tests_of_the_command_import_no_torch():
     """By day those that once reached it through helpers of others."""
     assert modules_with_torch("cli/test_[ai]*.py") == []

@@ -247,6 +247,7 @@ def test_every_query_of_the_dashboards_has_data(run: Run):
     until(lambda: run.server.healths() == ["up"] * 9, run.server.healths, limit_s=DATA_S, every_s=0.5)
 
 
+@pytest.mark.slow
 def test_the_step_time_leads_to_single_steps_and_their_traces(run: Run):
     """Prometheus asks for OpenMetrics, the driver answers with exemplars, and the panel's own query finds them."""
     panels = json.loads((ROOT / "dashboards" / "slotline-job.json").read_text())["panels"]
@@ -267,6 +268,7 @@ def test_the_step_time_leads_to_single_steps_and_their_traces(run: Run):
 BUCKET_S = (0.025, 0.05)
 
 
+@pytest.mark.slow
 def test_every_panel_of_a_job_shows_its_own_figures_though_another_is_scraped(run: Run):
     answers = run.answers()
     low, high = BUCKET_S
@@ -347,6 +349,7 @@ WITHIN = 0.2
 """A scrape may come between two counters of a step: some steps' difference, where a wrong sum is twice as much."""
 
 
+@pytest.mark.slow
 def test_rates_of_a_job_stand_in_the_proportions_of_its_steps(run: Run):
     """Counters of the driver that is gone do not move, and those of another job are not in it."""
     run.answers()
@@ -363,6 +366,7 @@ def test_rates_of_a_job_stand_in_the_proportions_of_its_steps(run: Run):
     assert idle["fill",] == pytest.approx(samples / 8 * SHOWN.step_s, rel=WITHIN)
 
 
+@pytest.mark.slow
 def test_what_several_control_planes_tell_of_the_store_is_counted_once(run: Run):
     """Prometheus scrapes the same control plane under two names: sums over both would double."""
     answers = run.answers()
@@ -389,6 +393,7 @@ def test_what_several_control_planes_tell_of_the_store_is_counted_once(run: Run)
     assert len(_last(answers["control-plane: Lag of the orchestrator/A"])) == 2
 
 
+@pytest.mark.slow
 def test_accelerator_hours_of_the_cluster_are_computing_and_idle_time_together(run: Run):
     run.answers()
     now = time.time()
@@ -431,6 +436,7 @@ def _timeline(run: Run) -> dict[str, dict[tuple[str, str], float]]:
     }
 
 
+@pytest.mark.slow
 def test_the_timeline_has_every_slot_at_its_microsecond_planned_and_measured(run: Run):
     """Asked at January 1970, which is what the axis shows: the origin is the start of the step, at any zoom."""
     tables = _timeline(run)
@@ -452,6 +458,7 @@ def test_the_timeline_has_every_slot_at_its_microsecond_planned_and_measured(run
             assert before <= after, f"{row}: a block that ends late would blank the next one"
 
 
+@pytest.mark.slow
 def test_rows_of_the_timeline_sort_as_the_pipeline_with_the_plan_above_the_measurement(run: Run):
     rows = sorted({row for row, _ in _timeline(run)["start"]})
     assert rows[:4] == [

@@ -35,6 +35,7 @@ def test_the_rules_are_well_formed():
     promtool("check", "rules", "rules.yml")
 
 
+@pytest.mark.slow
 def test_each_alert_fires_when_it_should_and_only_then():
     promtool("test", "rules", "rules_test.yml")
 

@@ -109,6 +109,7 @@ def test_every_query_has_data(grafana: Grafana, board: dict[str, Any]):
         assert grafana.ask(sql), sql
 
 
+@pytest.mark.slow
 def test_the_variables_offer_jobs_and_profiled_steps(grafana: Grafana, board: dict[str, Any]):
     job, step, mesh = (v["query"] for v in board["templating"]["list"] if v["type"] == "query")
     offered = grafana.ask(job)

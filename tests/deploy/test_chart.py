@@ -35,6 +35,7 @@ from tests.deploy.rendering import (
 )
 from tests.extras import PROJECT
 from tests.service.settings_table import CHART_SCHEMA, chart_settings, with_chart_settings
+from tests.tiers import some_by_day
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def test_the_chart_lints_without_warnings(values: Path):
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
-@pytest.mark.parametrize("values", CASES, ids=lambda path: path.stem)
+@some_by_day("values", CASES, ids=lambda path: path.stem, by_day=4)
 def test_every_object_is_valid_kubernetes(chart: Chart, values: Path, version: str):
     found = objects(chart, yaml.safe_load(values.read_text()))
     plain = {key: item for key, item in found.items() if key[0] not in CUSTOM_RESOURCES}
@@ -283,6 +284,7 @@ def test_the_service_reaches_the_pods(chart: Chart):
     assert {port["targetPort"] for port in service["ports"]} <= ports
 
 
+@pytest.mark.slow
 def test_monitoring_carries_the_dashboard_and_the_rules_of_this_repository(chart: Chart):
     found = objects(chart, case("production"))
     boards = found["ConfigMap", "demo-slotline-dashboard"]["data"]

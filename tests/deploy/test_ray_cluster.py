@@ -251,6 +251,7 @@ def test_ports_of_ray_are_values_and_probes_addresses_and_policies_follow(chart:
     ]
 
 
+@pytest.mark.slow
 def test_the_object_store_lies_in_shared_memory_and_leaves_most_of_it(chart: Chart):
     def sizes(**fields: Any) -> tuple[int, int]:
         found = rendered(chart, created(workerGroups=[group(**fields)]))
@@ -324,6 +325,7 @@ def test_security_contexts_are_values(chart: Chart):
     }
 
 
+@pytest.mark.slow
 def test_only_groups_with_gpus_offer_gpus(chart: Chart):
     """A Ray that finds a GPU by itself, on a node that has some, would offer it beside the pod that owns it."""
     cpu = group(name="cpu", cpuWorkers=4, resources={"limits": {"memory": "4Gi"}})
@@ -337,6 +339,7 @@ def test_only_groups_with_gpus_offer_gpus(chart: Chart):
     assert json.loads(json.loads(start["cpu"]["resources"])) == {"slotline_worker": 4}
 
 
+@pytest.mark.slow
 def test_the_heads_memory_follows_the_number_of_drivers(chart: Chart):
     def limit(**head: Any) -> str:
         resources = container_of(nodes_of(rendered(chart, created(head=head)))["head"])["resources"]
@@ -406,6 +409,7 @@ def test_a_drain_leaves_the_head_alone_unless_values_let_it(chart: Chart):
     assert not any(kind == "PodDisruptionBudget" for kind, _ in rendered(chart, created()))
 
 
+@pytest.mark.slow
 def test_a_budget_that_lets_no_node_be_drained_is_refused(chart: Chart):
     four = {"replicas": 4, "minReplicas": 4, "maxReplicas": 4}
     assert budgets(chart, workerGroups=[group(**four, minAvailable=3)])["gpu"]["minAvailable"] == 3

@@ -188,6 +188,25 @@ def test_two_workers_a_mesh_share_each_microbatch_follow_a_schedule_and_learn_th
     assert measured != pytest.approx(constant, rel=1e-3), "the schedule matters here"
 
 
+def test_a_job_whose_worker_is_killed_goes_on_from_its_checkpoint_and_learns_the_same(
+    server, ray_head, tmp_path
+):
+    spec = job_spec("gpt-wounded", retry={"infrastructure": 1}, resources=TWO)
+    spec["training"] |= {"steps": 150}
+    spec["optimizer"]["args"]["lr"] = 1e-4  # no chaos: both loops stay together
+    spec["checkpoint"] = {"uri": str(tmp_path), "every_steps": 5, "keep": 2}
+    job_id = server.submit(spec)
+    until(lambda: len(server.steps(job_id)) > 10, every_s=0.1)
+    os.kill(ray_head.worker_pids()[1], signal.SIGKILL)
+    job = server.wait(job_id, limit_s=400)
+    assert job["state"] == "SUCCEEDED", job
+    assert [attempt["reason"] for attempt in job["attempts"]] == ["WORKER_LOST", None]
+    steps = server.steps(job_id)
+    assert [step["step"] for step in steps] == list(range(1, 151))
+    assert [step["loss"] for step in steps] == pytest.approx(plain_losses(spec), rel=1e-4)
+    ray_head.assert_nothing_held()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "reason", "says"),

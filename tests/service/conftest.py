@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import shutil
+import ssl
 import threading
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -23,6 +25,9 @@ from service.store.jobs import NewJob, create_jobs
 from service.store.tables import Job
 from tests.missing import leave_out
 from tests.service.postgres import is_installed, private_postgres
+
+# Each control plane has clients of HTTP, and to read the machine's certificates takes longer than most tests.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 
 def job_body(**changes: Any) -> dict[str, Any]:

@@ -12,14 +12,16 @@ import torch
 
 from worker.actor.actor import Worker
 from worker.actor.model_host import JobModel
+from worker.checks import trace
 from worker.contract.job import Job
 from worker.model.serialization import deserialize_model, serialize_model
 
 
 @pytest.fixture(autouse=True)
 def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jobs of one model in one precision share its graphs, their comparison with it and the costs of its layers. A graph
-    goes from job to job as it goes from worker to worker."""
+    """Jobs of one model in one precision share its graphs, their comparison with it in the fewest rounds, and the costs of
+    its layers. A graph goes from job to job as it goes from worker to worker."""
+    monkeypatch.setattr(trace, "ROUNDS", trace.LEAST_ROUNDS)
     for owner, name, instead in (
         (JobModel, "_trace", _graph_once),
         (JobModel, "_trace_in_eval_mode", _graph_once),

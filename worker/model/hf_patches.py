@@ -9,7 +9,6 @@ before the first step finds a library that has changed what these do.
 
 from __future__ import annotations
 
-import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.nn.functional import linear, one_hot
 from torch.overrides import TorchFunctionMode
 
@@ -157,18 +157,18 @@ class AssumeFinite(TorchFunctionMode):
 
 @contextmanager
 def patch_autograd_functions() -> Iterator[None]:
-    """In the body the known functions, where their modules are loaded, are called as written here."""
-    replaced = []
-    for (module, name), function in _PATCHED_FUNCTIONS.items():
-        kind = getattr(sys.modules.get(module), name, None)
-        if kind is not None:
-            kind.apply = function
-            replaced.append(kind)
+    """In the body the known functions are called as written here, also where a forward imports their module only then."""
+    original = Function.__dict__["apply"]
+
+    def apply(kind: type[Function], *args: Any, **options: Any) -> Any:
+        written_anew = _PATCHED_FUNCTIONS.get((kind.__module__, kind.__name__))
+        return (written_anew or original.__get__(None, kind))(*args, **options)
+
+    Function.apply = classmethod(apply)
     try:
         yield
     finally:
-        for kind in replaced:
-            del kind.apply  # torch's own, inherited, is there again
+        Function.apply = original
 
 
 def _with_gradient(value: Tensor, term: Tensor) -> Tensor:

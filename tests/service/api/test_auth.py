@@ -17,6 +17,7 @@ from service.spec.principals import Role
 from tests.service.api.conftest import Api, ApiMaker
 from tests.service.api.routers.test_jobs import problem
 from tests.service.fake_cluster import FakeCluster
+from tests.tiers import some_by_day
 
 # Whoever may reach the server may call these; a new one is added here by hand, or it asks for a token.
 OPEN = {
@@ -58,7 +59,7 @@ async def ask(api: Api, method: str, path: str, headers: dict[str, str]) -> http
     return await api.client.request(method, place, params={"key": "k"}, json={}, headers=headers)
 
 
-@pytest.mark.parametrize(("method", "path"), sorted(ROUTES - OPEN))
+@some_by_day(("method", "path"), sorted(ROUTES - OPEN), by_day=20)
 async def test_no_route_but_the_open_ones_answers_without_a_token_that_fits(
     make_api: ApiMaker, method: str, path: str
 ):

@@ -15,6 +15,7 @@ from service.api import middleware
 from tests.service.api.conftest import Api, ApiMaker
 from tests.service.api.routers.test_jobs import problem
 from tests.service.conftest import job_body
+from tests.tiers import some_by_day
 from tests.work import Work
 
 WITH_BODIES = [
@@ -118,7 +119,7 @@ async def test_a_body_that_does_not_end_is_closed(make_api: ApiMaker, monkeypatc
         assert answer.headers["connection"] == "close"
 
 
-@pytest.mark.parametrize("path", ["/api/v1/jobs", "/api/v1/plans/job", "/api/v1/plans"])
+@some_by_day("path", ["/api/v1/jobs", "/api/v1/plans/job", "/api/v1/plans"], by_day=1)
 @pytest.mark.parametrize(
     "body",
     [

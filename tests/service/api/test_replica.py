@@ -41,6 +41,7 @@ def value(text: str, name: str) -> float | None:
     return float(found[1]) if found else None
 
 
+@pytest.mark.slow
 @postgresql
 async def test_an_api_replica_answers_and_leaves_the_starting_to_others(
     database: Database, database_url: str

@@ -73,6 +73,7 @@ def lose(settings: Settings, monkeypatch: pytest.MonkeyPatch, request: pytest.Fi
     return settings.model_copy(update={"database_url": url})
 
 
+@pytest.mark.slow
 def test_a_job_that_runs_over_a_backup_and_its_restoration_goes_on(
     settings: Settings,
     run: Run,

@@ -58,6 +58,7 @@ def answers_of(*calls: list[str], blocked: list[str]) -> tuple[list[tuple[int, s
     return [(code, text) for code, text in answers], set(loaded)
 
 
+@pytest.mark.slow
 def test_every_verb_of_the_client_works_where_it_is_installed_alone():
     client_verbs = [
         verb for module, verbs in VERBS_OF.items() if module not in ("serve", "demo") for verb in verbs
@@ -72,6 +73,7 @@ def test_every_verb_of_the_client_works_where_it_is_installed_alone():
     assert not HEAVY & loaded
 
 
+@pytest.mark.slow
 def test_the_clients_verbs_import_nothing_heavy_where_all_of_it_is_installed():
     calls = [["--help"], *([verb, "--help"] for verb in VERBS_OF["jobs"]), ["jobs"], ["top"], ["whoami"]]
     _, loaded = answers_of(*calls, blocked=[])
@@ -102,6 +104,7 @@ def test_a_verb_that_needs_more_says_which_extra_brings_it(tmp_path: Path):
         assert "Traceback" not in text, name
 
 
+@pytest.mark.slow
 def test_a_server_without_a_cluster_needs_ray_or_an_address():
     ((code, text),), _ = answers_of(["serve", "--port", "0"], blocked=["ray"])
     assert code == 1 and "slotline[worker]" in text and "RAY_ADDRESS" in text

@@ -110,6 +110,7 @@ def test_states_are_taken_in_any_case(run: Run, served: Served):
     assert run("jobs", "--state", "failed").out.strip() == "no jobs"
 
 
+@pytest.mark.slow
 def test_fields_are_changed_on_the_way_and_a_job_writes_the_file_that_submits_it_again(
     run: Run, served: Served, job_file: Path, tmp_path: Path
 ):
@@ -127,6 +128,7 @@ def test_fields_are_changed_on_the_way_and_a_job_writes_the_file_that_submits_it
     assert run("diff", second["id"], again["id"]).out.strip() == "no field differs"
 
 
+@pytest.mark.slow
 def test_a_stored_job_is_written_and_compared_as_users_write_its_meshes(
     run: Run, served: Served, tmp_path: Path
 ):

@@ -125,6 +125,7 @@ def test_headers_without_end_are_cut_off(tmp_path: Path, piece: bytes):
         )
 
 
+@pytest.mark.slow
 def test_a_stranger_is_told_at_once_and_the_connection_closed_before_the_body_came(tmp_path: Path):
     with (
         serving(tmp_path, SLOTLINE_API_TOKEN="secret") as url,

@@ -38,6 +38,7 @@ def test_the_same_key_submits_once(run: Run, served: Served, job_file: Path):
     assert first["id"] == second["id"]
 
 
+@pytest.mark.slow
 def test_a_job_waited_for_ends_the_command_as_it_ended(run: Run, served: Served, job_file: Path):
     for state, code in (("SUCCEEDED", 0), ("FAILED", 1)):
         thread = threading.Thread(target=_end_first_attempt, args=(served, state))
@@ -54,6 +55,7 @@ def test_a_job_waited_for_ends_the_command_as_it_ended(run: Run, served: Served,
     ), "events meanwhile"
 
 
+@pytest.mark.slow
 def test_a_job_that_is_followed_shows_its_log_until_it_ends(run: Run, served: Served, job_file: Path):
     def write_log_and_end() -> None:
         until(lambda: bool(served.cluster.submissions))
@@ -70,6 +72,7 @@ def test_a_job_that_is_followed_shows_its_log_until_it_ends(run: Run, served: Se
     assert "SUCCEEDED" in result.out.splitlines()[2]
 
 
+@pytest.mark.slow
 def test_a_terminal_has_a_progress_bar_below_the_log_of_a_followed_job(
     run: Run, served: Served, job_file: Path, monkeypatch: pytest.MonkeyPatch
 ):

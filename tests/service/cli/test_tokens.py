@@ -45,6 +45,7 @@ def test_a_token_expires_when_it_was_made_to(run: Run, monkeypatch: pytest.Monke
         assert run("jobs").code == 1
 
 
+@pytest.mark.slow
 def test_a_token_has_the_role_it_was_made_with(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("SLOTLINE_DATA_DIR", str(tmp_path / "tokens"))
     made = {role: run("token", "create", f"a-{role}", "--role", role, "--json").json for role in ROLES}

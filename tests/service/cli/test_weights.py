@@ -75,6 +75,7 @@ def test_checkpoints_are_shown_and_weights_exported_on_this_machine(run: Run, se
     assert missing.code == 1 and "no checkpoint of step 9" in missing.err and "leave out -o" in missing.err
 
 
+@pytest.mark.slow
 def test_without_a_folder_the_cluster_writes_the_weights(run: Run, served: Served, tmp_path: Path):
     job_id, _ = trained(run, served, tmp_path)
     answer = {
@@ -99,6 +100,7 @@ def test_without_a_folder_the_cluster_writes_the_weights(run: Run, served: Serve
     assert "2 tensors after step 4, 1 files of 2.00 GB: /runs/x" in result.out and "look out" in result.err
 
 
+@pytest.mark.slow
 def test_an_export_that_takes_longer_than_one_would_wait_is_told_so(run: Run, served: Served, tmp_path: Path):
     job_id, _ = trained(run, served, tmp_path)  # nobody ends the run that writes
     result = run("export", job_id, "--limit-s", 1)

@@ -133,6 +133,7 @@ def test_a_problem_is_an_exception_with_its_fields(client: Client):
         client.job("job-none")
 
 
+@pytest.mark.slow
 def test_events_and_logs_are_read_in_pages_and_from_any_place(served: Served, client: Client):
     job_id = started(served, client)
     served.cluster.logs[f"{job_id}-1"] = "".join(f"line {number}\n" for number in range(1, 1501))
@@ -158,6 +159,7 @@ def test_a_job_is_followed_to_its_end_from_where_one_was(served: Served, client:
     assert [line.text for line in client.logs(job_id, follow=True)] == ["one", "two"]
 
 
+@pytest.mark.slow
 def test_a_stream_that_breaks_is_taken_up_where_it_broke(tmp_path: Path):
     (port,) = free_ports(1)
     settings = Settings(data_dir=tmp_path, port=port)
@@ -179,6 +181,7 @@ def test_a_stream_that_breaks_is_taken_up_where_it_broke(tmp_path: Path):
             assert not thread.is_alive() and events == list(client.events(job_id))
 
 
+@pytest.mark.slow
 def test_steps_plan_timeline_and_trace_of_a_job(served: Served, client: Client):
     job_id = started(served, client)
     slot = SlotRecord("m0", "compute", "F", "s0", None, None, None, 0, 0.0, 0.004)
@@ -270,6 +273,7 @@ def test_what_a_notebook_itself_defines_names_the_way_out():
         import_path(build)
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_planned_without_a_job(client: Client):
     assert json.loads(client.make_plan(SPEC))["chosen"] == "1f1b"
     assert client.make_plan(SPEC, format="svg").startswith("<svg")

@@ -185,6 +185,7 @@ async def test_a_slow_link_and_a_slow_mesh_stand_beside_their_plan(database: Dat
     assert all(ratio == pytest.approx(SLOWER) for ratio in ratios.values())
 
 
+@pytest.mark.slow
 async def test_the_calibrated_makespan_is_that_of_the_last_warm_steps_of_the_planned_attempt(
     database: Database,
 ):

@@ -192,6 +192,7 @@ async def test_a_job_that_waits_long_adds_one_event_not_one_a_round(world: World
     assert kinds == ["state", "waiting"]
 
 
+@pytest.mark.slow
 async def test_news_for_a_long_line_is_written_in_few_transactions(
     world: World, monkeypatch: pytest.MonkeyPatch
 ):

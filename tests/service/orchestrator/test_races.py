@@ -163,7 +163,7 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     await database.close()
 
 
-@some_by_day("seed", range(6), by_day=2)
+@some_by_day("seed", range(6), by_day=1)
 async def test_whatever_happens_jobs_keep_their_accelerators_and_come_to_an_end(world: World, seed: int):
     chaos = Chaos(world, seed)
     await chaos.restart()

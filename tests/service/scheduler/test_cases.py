@@ -15,6 +15,7 @@ from service.scheduler.search.search import search
 from tests.missing import needs
 from tests.service.scheduler.checker import check_plan, run_programs
 from tests.service.scheduler.specs import SHARED, chain
+from tests.tiers import some_by_day
 
 CASES_FILE = SHARED / "cases" / "plans.json"
 CASES = json.loads(CASES_FILE.read_text())["cases"] if CASES_FILE.exists() else []
@@ -23,7 +24,7 @@ needs_cases = needs(CASES_FILE, "the shared folder beside the checkout has the c
 
 
 @needs_cases
-@pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
+@some_by_day("case", CASES, ids=[case["name"] for case in CASES], by_day=8)
 def test_auto_proves_the_optimum_within_the_default_budget(case):
     plan = make_plan(load_spec(case["spec"]))
     assert plan.makespan_s == pytest.approx(case["optimum"], rel=1e-9)
@@ -52,6 +53,7 @@ def tight(stages, microbatches, memory, **fields):
     return data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "data",
     [
@@ -123,6 +125,7 @@ def test_with_budget_zero_auto_is_never_worse_than_a_named_schedule():
             assert plan.makespan_s <= named.makespan_s * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_a_deadline_cuts_the_search_short_and_says_so():
     data = tight(8, 16, 12, transfer=0.1)
     plan = make_plan(load_spec(data), expired=lambda: True)

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 from numba.core.dispatcher import Dispatcher
 from service.scheduler import kernels
@@ -14,6 +16,7 @@ print([name for name in kernels.__all__
 """
 
 
+@pytest.mark.slow
 def test_every_kernel_is_compiled_once_before_the_first_plan():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "[]", done.stderr

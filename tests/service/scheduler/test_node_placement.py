@@ -195,6 +195,7 @@ def many(nodes, accelerators, workers):
     return cluster, [MeshShape(workers)] * meshes, {**chain(meshes), **skips}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [800, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_the_work_of_a_placement_is_bounded(nodes):
     """About one million calls for 800 nodes and four for 10,000; without the limit of swaps 29 million for 800."""

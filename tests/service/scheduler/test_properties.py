@@ -92,6 +92,7 @@ HALF_DUPLEX_CHAIN = {
 }
 
 
+@pytest.mark.slow
 @examples(40, 9)
 @example(data=HALF_DUPLEX_CHAIN, words=[("half-duplex", "half-duplex")] * 3)
 @given(data=random_specs(), words=st.lists(st.tuples(WORDS, WORDS), min_size=15, max_size=15))
@@ -127,7 +128,7 @@ PLACED = {
 }
 
 
-@examples(100, 3)
+@examples(60, 3)
 @given(data=st.data(), name=st.sampled_from(sorted(PLACED)))
 def test_a_named_schedule_on_a_placement_that_fits_it_is_feasible(data, name):
     spec = data.draw(random_specs(limits=False, placement=PLACED[name]))

@@ -14,6 +14,7 @@ from service.scheduler.why.measured import scale_meshes
 from tests.service.scheduler.checker import check_plan, run_programs
 from tests.service.scheduler.specs import chain, measured
 from tests.service.scheduler.why.simulation import World, makespan, run
+from tests.tiers import some_by_day
 
 
 def programs_of(plan):
@@ -24,7 +25,7 @@ def recomputed_of(plan):
     return [stage.name for stage in plan.stages if stage.recomputed]
 
 
-@pytest.mark.parametrize("contention", ["link", "half-duplex"])
+@some_by_day("contention", ["link", "half-duplex"], by_day=1)
 @pytest.mark.parametrize("options", [{"memory": 2.5}, {"memory": 2.4, "as_jobs": True}])
 def test_a_mesh_that_became_slow_is_planned_around(options, contention):
     spec = load_spec(measured(3, 5, 17, contention=contention, **options))
@@ -41,6 +42,7 @@ def test_a_mesh_that_became_slow_is_planned_around(options, contention):
     run_programs(decided, written["programs"], seed=3)
 
 
+@pytest.mark.slow
 def test_the_search_starts_from_the_running_order():
     """Constructive plans alone are longer than the order that runs."""
     spec = load_spec(measured(4, 8, 17, memory=2.5, contention="full-duplex"))

@@ -134,6 +134,7 @@ async def test_nobody_takes_a_role_between_the_check_of_a_write_and_its_end(
             session.add(profile("b"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
 async def test_a_process_that_freezes_in_a_write_keeps_nobody_from_the_role(
     database_url: str, database: Database, monkeypatch: pytest.MonkeyPatch

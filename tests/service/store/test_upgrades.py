@@ -129,6 +129,7 @@ def _drop_all(connection: sa.Connection, names: list[str]) -> None:
     metadata.drop_all(connection)
 
 
+@pytest.mark.slow
 async def test_what_an_older_version_stored_survives_taking_over_and_a_newer_version_up_down_and_up_again(
     empty_database_url: str, tmp_path: Path
 ):
@@ -180,6 +181,7 @@ async def test_older_tables_are_refused_with_the_version_to_upgrade_through(
     await database.close()
 
 
+@pytest.mark.slow
 async def test_each_revision_goes_down_to_what_was_before_it_and_up_again(
     empty_database_url: str, tmp_path: Path
 ):

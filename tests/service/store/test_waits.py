@@ -14,6 +14,7 @@ from service.store.database import Database
 postgresql = pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
 
 
+@pytest.mark.slow
 @postgresql
 async def test_a_session_of_postgresql_has_limits_at_the_server(database: Database):
     async with database.read() as session:
@@ -34,6 +35,7 @@ async def test_a_statement_that_hangs_is_given_up(database_url: str, monkeypatch
     await database.close()
 
 
+@pytest.mark.slow
 async def test_a_server_that_swallows_connections_is_given_up(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(room._LIBPQ_OPTIONS, "connect_timeout", 2)  # the shortest that libpq takes
 

@@ -135,7 +135,7 @@ def in_halves(first, last, uri):
 
 
 @pytest.mark.slow
-@some_by_day(("before", "after"), [(3, 2), (2, 3), (3, 1)], by_day=1)
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (3, 1)])
 @pytest.mark.parametrize("schedule", ["cosine", "one cycle", "sequence"])
 def test_groups_of_an_optimizer_keep_their_settings_in_a_resume_on_another_cut(
     before, after, schedule, tmp_path
@@ -160,6 +160,7 @@ def test_groups_of_an_optimizer_keep_their_settings_in_a_resume_on_another_cut(
     assert names[-1] == ["vectors", "matrices"] and (after < 3 or names[0] == ["matrices"])
 
 
+@pytest.mark.slow
 def test_parameters_that_were_trained_apart_are_not_put_into_one_group_without_a_word(tmp_path):
     apart, together = (
         {"factory": of, "args": {"lr": 0.1}} for of in ("odd_jobs:sgd_by_shape", "torch.optim:SGD")
@@ -175,7 +176,7 @@ def test_parameters_that_were_trained_apart_are_not_put_into_one_group_without_a
     assert raised.value.reason is Reason.CHECKPOINT_FAILED
 
 
-@pytest.mark.parametrize("shape", [{}, {"stages": 3, "meshes": 3}, {"workers_per_mesh": 2}])
+@some_by_day("shape", [{}, {"stages": 3, "meshes": 3}, {"workers_per_mesh": 2}], by_day=1)
 def test_data_that_masks_at_random_trains_as_a_plain_loop_on_the_same_draws(shape):
     """The first mesh takes the input of a sample, the last one its target: of one draw."""
     spec = job(data={"factory": "odd_jobs:Masked", "args": {"length": 8}}, **shape)
@@ -184,6 +185,7 @@ def test_data_that_masks_at_random_trains_as_a_plain_loop_on_the_same_draws(shap
         assert run.losses(range(1, 4)) == pytest.approx(losses, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_dropout_does_not_notice_what_a_data_set_draws():
     def losses(data):
         model = {"factory": "worker.examples.gpt:build", "args": {**job()["model"]["args"], "dropout": 0.3}}
@@ -240,6 +242,7 @@ def test_a_graph_that_cannot_be_sent_is_traced_by_every_worker(monkeypatch):
         assert run.losses(range(1, 3)) == expected
 
 
+@pytest.mark.slow
 def test_two_workers_a_mesh_save_once_and_both_go_on(tmp_path):
     spec = job("cosine", workers_per_mesh=2)
     losses, _ = plain(spec, range(1, 5))
@@ -271,6 +274,7 @@ def test_a_step_that_is_not_finite_stops_the_job_or_is_left_out_as_the_job_says(
     assert [sum(values) / len(values) for values in found] == pytest.approx(losses, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_in_an_action_is_told_with_the_bytes_that_were_planned_and_seen():
     loss = {
         "factory": "workers:TooLargeAfter",
@@ -293,6 +297,7 @@ def test_memory_that_runs_out_in_an_action_is_told_with_the_bytes_that_were_plan
     assert (copy.reason, copy.mesh, copy.seen_bytes) == (failure.reason, "m1", failure.seen_bytes)
 
 
+@pytest.mark.slow
 def test_a_fault_of_an_accelerator_names_it_and_its_node_and_is_no_fault_of_the_job():
     spec = job(
         loss={"factory": "workers:FaultAt", "args": {"call": 40}}
@@ -350,6 +355,7 @@ def test_a_worker_tells_the_memory_that_it_was_given_or_has_and_what_its_optimiz
     assert worker().optimizer_state() == OptimizerState(2.0, 4)
 
 
+@pytest.mark.slow
 def test_a_wrong_argument_of_a_schedule_is_told_when_the_stages_are_loaded():
     schedule = {"factory": "torch.optim.lr_scheduler:StepLR", "args": {"steps": 3}}
     with pytest.raises(AttemptFailure, match=r"StepLR.*steps=3.*correct optimizer\.schedule\.args") as caught:
@@ -429,6 +435,7 @@ def test_a_data_set_that_raises_is_reported_with_its_index_in_its_own_step(prefe
     assert told.value.reason is Reason.DATA_FAILED
 
 
+@pytest.mark.slow
 def test_samples_of_the_next_steps_are_read_while_a_step_runs_and_not_on_its_thread():
     spec = job()
     spec["data"] = {"factory": "workers:Watched", "args": {"length": 8}, "prefetch": 1}
@@ -445,6 +452,7 @@ def test_samples_of_the_next_steps_are_read_while_a_step_runs_and_not_on_its_thr
     assert not any(thread.is_alive() for thread in threads)
 
 
+@pytest.mark.slow
 def test_losses_are_the_same_however_far_samples_are_read_ahead():
     found = []
     for prefetch in (0, 1, 5):
@@ -455,6 +463,7 @@ def test_losses_are_the_same_however_far_samples_are_read_ahead():
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.slow
 def test_a_data_set_that_draws_while_a_stage_draws_disturbs_neither():
     found = []
     for prefetch in (0, 2):
@@ -466,6 +475,7 @@ def test_a_data_set_that_draws_while_a_stage_draws_disturbs_neither():
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_garbage_is_looked_for_between_steps_only():
     spec = job(stages=1, meshes=1, loss={"factory": "tests.worker.workers:LeavesCycles"})
     with Workers(spec) as workers, _collections() as searches:
@@ -486,6 +496,7 @@ def test_garbage_is_looked_for_between_steps_only():
         assert within == [(0, 2 * 1000)] * 3
 
 
+@pytest.mark.slow
 def test_garbage_of_modules_that_run_as_they_are_is_looked_for_at_any_time(monkeypatch):
     """They may hold activations in cycles: those of all microbatches would be too many."""
     with Workers(job(stages=1, meshes=1)) as workers, _collections():

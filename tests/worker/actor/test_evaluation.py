@@ -202,13 +202,13 @@ def test_what_only_eval_mode_makes_of_all_rows_cannot_go_between_meshes_of_unlik
 
 # A loss that draws shares the generators of this process with all its workers: it is tried where nobody else draws at
 # the same time.
-@some_by_day(
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("loss", "layout"),
     [
         *(("with_metrics", layout) for layout in (*LAYOUTS[:3], UNLIKE[0])),
         *(("DrawsAndCounts", LAYOUTS[i]) for i in (0, 3)),
     ],
-    by_day=2,
     ids=str,
 )
 def test_training_is_to_the_bit_what_it_is_without_evaluation(layout, loss):
@@ -245,6 +245,7 @@ def test_two_evaluations_of_the_same_weights_are_equal_to_the_bit():
         assert run.evaluate() == run.evaluate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{}, {"workers_per_mesh": 2}], ids=str)
 def test_tokens_count_alike_over_the_whole_evaluation(layout):
     spec = tokens_spec(**layout)
@@ -264,6 +265,7 @@ def test_so_many_batches_are_evaluated_as_the_job_says():
         assert run.evaluate().loss == pytest.approx(plain_evaluation(run, 16)["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_an_evaluation_holds_no_more_than_the_plan_of_training():
     with Workers(spec_of(stages=4, meshes=2)) as run:
         training = {mesh["name"]: mesh for mesh in run.planned["plan"]["meshes"]}

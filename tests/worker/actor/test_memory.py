@@ -86,6 +86,7 @@ print(peak.read() - before)
 """
 
 
+@pytest.mark.slow
 def test_the_peak_of_a_process_contains_what_came_and_went_since_the_beginning():
     """In a process of its own: the system may take pages from a large one that it has not used for long."""
     done = subprocess.run(

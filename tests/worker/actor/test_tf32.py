@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests.worker.actor.test_actor import job
 from worker.actor.batch_feed import Batches
 from worker.actor.benchmarks import profile_key
@@ -38,6 +40,7 @@ def spec_of(tf32):
     return spec
 
 
+@pytest.mark.slow
 def test_a_workers_process_has_the_flags_under_old_and_new_names():
     specs = [spec_of(tf32) for tf32 in (None, True, False)]
     command = [sys.executable, "-c", READ, json.dumps(specs)]

@@ -147,6 +147,7 @@ def plain(model, spec):
     return means
 
 
+@pytest.mark.slow
 def test_weights_that_lack_a_part_of_the_model_below_are_refused_by_name(tmp_path):
     spec = spec_of(CASES["llama"][1], "llama", weights=str(tmp_path / "model.safetensors"))
     state = below_of(spec, tmp_path)
@@ -176,6 +177,7 @@ def adapted(**adapters):
     return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], **adapters))
 
 
+@pytest.mark.slow
 def test_what_is_more_than_a_product_is_not_merged_here_and_the_message_says_how_to(tmp_path):
     import peft
 

@@ -72,6 +72,7 @@ def plain_step(spec, model, optimizer, step, loss):
     return sum(found) / len(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_dcp_loads_what_a_run_saved_into_the_plain_model_and_its_next_step_is_the_runs(name, tmp_path):
     """In place and as exported: every parameter, every state of the optimizer, every setting of its groups, bit for bit."""

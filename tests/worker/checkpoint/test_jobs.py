@@ -68,6 +68,7 @@ def test_what_a_raw_gpt2_has_learnt_is_what_from_pretrained_reads_logit_for_logi
         assert (untrained(**batch).logits - logits[0]).abs().max() > 1e-2
 
 
+@pytest.mark.slow
 def test_a_diffusers_model_is_exported_under_the_names_that_its_library_reads(tmp_path):
     diffusers = pytest.importorskip("diffusers")
     small = {"sample_size": 8, "block_out_channels": (8, 8), "norm_num_groups": 2, "layers_per_block": 1}

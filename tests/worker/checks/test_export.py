@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from tests.tiers import some_by_day
 from tests.worker.model import lying_models as lying
 from tests.worker.model import odd_models as odd
 from tests.worker.model.odd_models import ODD_MODELS, make
@@ -75,7 +76,7 @@ def test_a_model_that_stages_cannot_train_is_refused_by_name(model, message):
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-@pytest.mark.parametrize("name", ODD_MODELS)
+@some_by_day("name", ODD_MODELS, by_day=8)
 def test_no_false_alarm(name, autocast):
     model, inputs = make(name)
     check_trainable(model)
@@ -83,18 +84,20 @@ def test_no_false_alarm(name, autocast):
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-@pytest.mark.parametrize(
+@some_by_day(
     ("model", "inputs"),
     [
         (functools.partial(odd.Normalised, 0.3), _rows(2, odd.WIDTH)),
         (unet.build, _rows(1, 8, 8)),
     ],
+    by_day=1,
 )
 def test_no_false_alarm_for_dropout_batch_norm_and_skips(model, inputs, autocast):
     torch.manual_seed(0)
     assert _check(model(), (inputs,), autocast=autocast) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_no_false_alarm_for_a_language_model_with_dropout(autocast):
     torch.manual_seed(0)

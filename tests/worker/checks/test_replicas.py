@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.tiers import some_by_day
 from tests.worker.actor.test_actor import job, plain
 from tests.worker.driver.fake_gang import SimpleGang
 from tests.worker.jobs.test_tensor_parallel import on
@@ -43,7 +44,7 @@ def refusal(spec) -> AttemptFailure:
     return caught.value
 
 
-@pytest.mark.parametrize("shape", [{"stages": 3, "meshes": 3}, {"workers_per_mesh": 2}])
+@some_by_day("shape", [{"stages": 3, "meshes": 3}, {"workers_per_mesh": 2}], by_day=1)
 def test_workers_that_agree_may_begin(shape):
     with Workers(job(**shape)) as run:
         check(run)
@@ -85,6 +86,7 @@ def test_a_tied_weight_that_two_meshes_draw_apart_is_refused_by_name():
     assert "middle" not in found.message
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("built_by_each")
 def test_replicas_that_start_apart_are_refused_by_name_and_workers():
     model = {"factory": "odd_jobs:gpt_from_entropy", "args": GPT}
@@ -93,6 +95,7 @@ def test_replicas_that_start_apart_are_refused_by_name_and_workers():
     assert "'head.weight' (m1/0 | m1/1)" in found.message and "blocks" not in found.message
 
 
+@pytest.mark.slow
 def test_values_that_came_apart_in_a_resume_are_refused_too(tmp_path):
     """As when the workers of a mesh read a checkpoint from folders of one name on different nodes."""
     with Workers(job(workers_per_mesh=2)) as run:
@@ -139,13 +142,14 @@ def test_a_tied_weight_that_meshes_share_otherwise_is_compared_in_pieces(layout,
     assert "and" not in caught.value.message.partition(": draw")[0], "only the piece in which it is"
 
 
-@pytest.mark.parametrize(
+@some_by_day(
     ("data", "told"),
     [
         ({"factory": "odd_jobs:ShuffledOnce", "args": {"length": 8, "unseeded": True}}, r"\(m0/0 \| m1/0\)"),
         ({"factory": "odd_jobs:OwnGenerator", "args": {"length": 8}}, "others each time that m0/0, m1/0"),
         ({"factory": "stream_data:FromEntropy", "args": {"length": 99}}, "others each time that m0/0, m1/0"),
     ],
+    by_day=1,
 )
 def test_data_that_is_not_the_same_on_all_workers_is_refused(data, told):
     with Workers(job(data=data)) as run, pytest.raises(AttemptFailure, match=told) as caught:
@@ -153,6 +157,7 @@ def test_data_that_is_not_the_same_on_all_workers_is_refused(data, told):
     assert caught.value.reason is Reason.DATA_FAILED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factory", ["odd_jobs:ShuffledOnce", "stream_data:Masked"])
 def test_data_that_is_shuffled_by_a_seeded_generator_is_the_same_on_all(factory):
     with Workers(job(data={"factory": factory, "args": {"length": 8}})) as run:

@@ -148,6 +148,7 @@ def test_activation_bytes_of_a_chain_are_what_autograd_keeps():
     assert profile.edges[0].saved_by_source is False
 
 
+@pytest.mark.slow
 def test_shared_parts_of_the_sum_of_layers_equal_one_count_of_the_whole_model():
     """All layers together, each shared tensor once, keep what the unsplit model keeps."""
     from service.scheduler.job.cut import PipelineSetup

@@ -357,6 +357,7 @@ def test_an_attempt_that_begins_with_a_poor_order_swaps_it_and_has_the_losses_of
     assert [step["loss"] for step in plane.steps] == pytest.approx(losses, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_job_that_the_control_plane_had_checked_is_not_checked_again():
     wrong = JobCheck(problems=(JobProblem("model.factory", "found by the check", "MODEL_BUILD_FAILED"),))
     spec = job("cosine", meshes=1, stages=1)

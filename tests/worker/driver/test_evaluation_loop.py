@@ -126,6 +126,7 @@ def test_evaluations_come_before_the_first_step_between_steps_and_after_the_last
     assert heard.stop_reason is None
 
 
+@pytest.mark.slow
 def test_the_curve_is_that_of_the_job_without_evaluations():
     policy = Evaluation(DATA, every_steps=2, at_start=True)
     never = Evaluation(DATA, every_steps=1000)
@@ -140,6 +141,7 @@ def test_a_metric_that_the_loss_does_not_return_is_told_by_name():
         train(spec_of(16), 5, Evaluation(DATA, every_steps=2, metric="f1", mode="max"))
 
 
+@pytest.mark.slow
 def test_a_cancel_within_an_evaluation_ends_the_loop_there():
     log = []
 
@@ -172,6 +174,7 @@ def test_the_best_checkpoint_stays_beside_the_newest(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_a_job_whose_evaluations_get_no_better_ends_with_a_checkpoint_and_says_why(tmp_path):
     policy = CheckpointPolicy(str(tmp_path), every_steps=100, keep=2)
     evaluation = Evaluation(DATA, every_steps=1, patience=2)
@@ -186,6 +189,7 @@ def test_a_job_whose_evaluations_get_no_better_ends_with_a_checkpoint_and_says_w
     assert (again.stop_reason, again.steps, again.evaluations) == (heard.stop_reason, [], [])
 
 
+@pytest.mark.slow
 def test_patience_and_the_best_go_on_behind_a_resume(tmp_path):
     values = [5.0, 2.0, 3.0, 4.0, 2.5, 9.0]
     evaluation = Evaluation(DATA, every_steps=1, patience=3, keep_best=True)
@@ -198,6 +202,7 @@ def test_patience_and_the_best_go_on_behind_a_resume(tmp_path):
     assert second.stop_reason.endswith("the best was 2 after step 2")
 
 
+@pytest.mark.slow
 def test_where_the_best_checkpoint_is_gone_the_next_is_the_best(tmp_path):
     evaluation = Evaluation(DATA, every_steps=1, keep_best=True)
     policy = CheckpointPolicy(str(tmp_path), every_steps=1, keep=1)
@@ -207,6 +212,7 @@ def test_where_the_best_checkpoint_is_gone_the_next_is_the_best(tmp_path):
     assert [best["step"] for best in heard.best] == [3] and saved(tmp_path) == [3]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_an_older_version_has_no_course(tmp_path):
     policy = CheckpointPolicy(str(tmp_path), every_steps=1, keep=1)
     train(spec_of(8), 1, Evaluation(DATA, every_steps=1), policy=policy)

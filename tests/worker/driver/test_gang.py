@@ -131,6 +131,7 @@ def assert_nothing_left(addresses) -> None:
     assert {group["state"] for group in placement_group_table().values()} <= {"REMOVED"}
 
 
+@pytest.mark.slow
 def test_workers_stand_in_mesh_order_and_leave_nothing_behind(cluster):
     with make_gang(meshes=2, workers_per_mesh=2) as gang:
         start(gang)
@@ -165,6 +166,7 @@ def test_a_worker_that_ends_itself_is_lost(cluster):
     assert caught.value.reason == Reason.WORKER_LOST
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_in_native_code_is_told_as_that_with_its_action(cluster):
     with make_gang(2) as gang:
         start(gang)
@@ -180,6 +182,7 @@ def test_a_worker_that_dies_in_native_code_is_told_as_that_with_its_action(clust
     assert [failures.read_crash_report(one.process_id) for one in addresses] == [None, None]
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_in_an_action_did_not_die_in_native_code(cluster):
     with make_gang(1) as gang:
         start(gang)
@@ -203,6 +206,7 @@ def test_a_gang_too_large_for_the_cluster_times_out_with_the_numbers(cluster):
     assert_nothing_left([])
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_named_at_once(cluster):
     with make_gang() as gang:
         start(gang)
@@ -215,6 +219,7 @@ def test_a_killed_worker_is_named_at_once(cluster):
     assert_nothing_left(addresses)
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_misses_its_limit_and_is_ended_all_the_same(cluster):
     with make_gang(checkpoint_s=1.0) as gang:
         start(gang)
@@ -228,6 +233,7 @@ def test_a_stopped_worker_misses_its_limit_and_is_ended_all_the_same(cluster):
     assert_nothing_left(addresses)
 
 
+@pytest.mark.slow
 def test_of_two_failures_the_cause_is_told_and_not_its_consequence(cluster, monkeypatch, caplog):
     monkeypatch.setattr(gang_module, "CAUSE_GRACE_S", 60.0)
     with make_gang() as gang:
@@ -243,6 +249,7 @@ def test_of_two_failures_the_cause_is_told_and_not_its_consequence(cluster, monk
     )
 
 
+@pytest.mark.slow
 def test_an_interruption_ends_the_wait(cluster):
     asked = []
     interruption = Interruption(cancelled=lambda: bool(asked))
@@ -255,6 +262,7 @@ def test_an_interruption_ends_the_wait(cluster):
     assert_nothing_left(addresses)
 
 
+@pytest.mark.slow
 def test_workers_that_share_a_gpu_are_hosts_of_their_own_to_nccl(cluster):
     common = {"device": "cuda", "limits": Limits(start_s=60), "interruption": Interruption()}
     with Gang(sizes=[2, 2], workers_per_gpu=4, **common) as gang:
@@ -276,6 +284,7 @@ def test_workers_share_the_memory_of_their_node_or_of_their_gpu(device, sharing)
     gang.addresses = ()
 
 
+@pytest.mark.slow
 def test_each_worker_gets_its_own_value_of_an_argument_and_a_stop_interrupts_only_before_the_steps(cluster):
     asked = []
     with make_gang(interruption=Interruption(stop_requested=lambda: bool(asked))) as gang:

@@ -156,6 +156,7 @@ def test_two_tensors_between_the_same_stages_stay_two_series(metrics):
     assert sorted(dict(labels).get("edge", "") for labels in starts) == ["", "0", "1"]
 
 
+@pytest.mark.slow
 def test_at_most_4096_slots_are_exposed_and_the_rest_is_counted_and_in_all_sums(metrics):
     """A sum over the exposed slots would shrink to what is exposed."""
     endpoint = metrics.serve()
@@ -173,6 +174,7 @@ def test_at_most_4096_slots_are_exposed_and_the_rest_is_counted_and_in_all_sums(
     assert value(got, "profiled_action_seconds", stage="s1", action="B") == 2
 
 
+@pytest.mark.slow
 def test_the_plan_has_its_slots_beside_the_measured_ones_and_its_own_count_of_what_is_left_out(metrics):
     endpoint = metrics.serve()
     slots = [slot(m, m + 0.5, microbatch=m) for m in range(MAX_SLOTS + 2)]

@@ -179,6 +179,7 @@ def places(log, steps):
     return {s: [log.index((what, s)) for what in ("ask run_step", "end run_step", "report")] for s in steps}
 
 
+@pytest.mark.slow
 def test_a_launch_is_over_with_the_first_step():
     log = []
     train(job(), 2, log=log, launch=LaunchPhases(lambda phase, _: log.append((phase, 0))))
@@ -197,6 +198,7 @@ def test_the_next_step_is_asked_for_before_one_is_reported_and_never_more_than_o
     assert max(step for what, step in heard.log if what == "ask run_step") == 6
 
 
+@pytest.mark.slow
 def test_a_step_that_overflows_in_fp16_is_told_as_that_with_its_loss_scale(monkeypatch):
     monkeypatch.setattr("worker.engine.optim.grad_scaler.BACKOFF_FACTOR", 2.0**-30)
     spec = job()
@@ -209,6 +211,7 @@ def test_a_step_that_overflows_in_fp16_is_told_as_that_with_its_loss_scale(monke
     ]
 
 
+@pytest.mark.slow
 def test_a_forward_that_came_out_otherwise_when_it_was_computed_again_is_an_event(monkeypatch):
     monkeypatch.setattr(ForwardCheck, "difference", lambda self: f"{self} differs")
     monkeypatch.setattr(engine, "choose_spot", lambda *_: Spot(2, stage=1, microbatch=0))
@@ -227,6 +230,7 @@ def late(save_shard, log):
     return save
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_checkpoint_holds_exactly_the_state_after_its_step(tmp_path, monkeypatch, beside):
     """Also where it is written while the next step changes the state: here not before that step has ended."""
@@ -275,6 +279,7 @@ def test_a_step_that_is_not_finite_stops_at_that_step_though_the_next_was_asked_
     assert max(step for what, step in log if what == "ask run_step") == 4
 
 
+@pytest.mark.slow
 def test_a_cancel_while_the_next_step_is_asked_for_ends_the_loop_there():
     log = []
 
@@ -291,6 +296,7 @@ def test_a_cancel_while_the_next_step_is_asked_for_ends_the_loop_there():
     assert max(step for what, step in log if what == "ask run_step") == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked_after", [1, 2, 3])
 def test_an_attempt_that_is_asked_to_end_saves_its_last_step_and_runs_none_behind_it(tmp_path, asked_after):
     """Also where that step is saved anyhow (every second one): once."""
@@ -306,18 +312,21 @@ def test_an_attempt_that_is_asked_to_end_saves_its_last_step_and_runs_none_behin
     )
 
 
+@pytest.mark.slow
 def test_an_attempt_without_checkpoints_that_is_asked_to_end_says_what_is_lost():
     log = []
     with pytest.raises(GracefulStop, match="has no `checkpoint`, so it is lost"):
         train(job(), 1000, stopping=lambda: ("report", 1) in log, log=log)
 
 
+@pytest.mark.slow
 def test_an_attempt_that_is_asked_to_end_in_its_last_step_has_done_it():
     log = []
     train(job(), 3, stopping=lambda: ("report", 2) in log, log=log)
     assert [step for what, step in log if what == "report"] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_the_clocks_are_measured_when_no_step_is_asked_for(monkeypatch):
     log = []
     measured = step_loop._ClockOffsets.refresh
@@ -357,6 +366,7 @@ def test_times_and_slots_of_a_step_are_its_own():
         assert len(actions) == len(set(actions))
 
 
+@pytest.mark.slow
 def test_slots_are_reported_of_the_profiled_steps():
     heard = train(job(), 9, profile_every_s=0.0)
     assert [timeline["step"] for timeline in heard.timelines] == [*range(1, 10)]

@@ -451,6 +451,7 @@ def test_a_factory_that_is_missing_or_makes_no_tracker_is_named():
     )
 
 
+@pytest.mark.slow
 def test_a_whole_job_logs_its_steps_and_evaluations_in_order_over_two_attempts(tmp_path, monkeypatch):
     """Real workers; the second attempt goes on from the checkpoint of step 4, as the loop trains no step twice."""
     monkeypatch.setattr(step_loop, "own_node_address", lambda: "127.0.0.1")

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 
+from tests.tiers import some_by_day
 from tests.worker.engine.engine_support import (
     LocalPipeline,
     Plain,
@@ -28,7 +29,7 @@ PLACEMENTS = {
 
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("graph", GRAPHS)
+@some_by_day("graph", GRAPHS, by_day=2)
 def test_three_steps_of_a_pipeline_equal_three_steps_of_the_unsplit_model(graph, placement, split):
     graph = GRAPHS[graph]()
     mesh_of_stage = PLACEMENTS[placement](len(graph.stages))

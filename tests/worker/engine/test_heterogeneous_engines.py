@@ -192,6 +192,7 @@ def _stall_of(pipeline, waiting, batch):
 SHORT = SlotLimits(factor=1.0, floor_s=1.5)
 
 
+@pytest.mark.slow
 def test_a_transfer_that_stalls_names_the_worker_whose_rows_are_missing():
     graph = chain(2)
     programs = serial_programs(graph, ["m0", "m1"], MICROBATCHES)
@@ -233,6 +234,7 @@ def test_of_as_many_workers_the_one_is_named_whose_part_is_missing(tensors, resh
     assert told == (waits_for == ("m0/1",)), "the other workers of both meshes want to know"
 
 
+@pytest.mark.slow
 def test_a_sum_over_workers_that_stalls_names_the_worker_that_has_not_come():
     graph = chain(1)
     programs = serial_programs(graph, ["m0"], MICROBATCHES)

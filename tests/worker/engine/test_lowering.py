@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 
+from tests.tiers import some_by_day
 from tests.worker.engine.engine_support import Plain, batch, chain, planned, random_graph, skips, times_of
 from tests.worker.engine.lanes.test_cuda import CudaPipeline
 from worker.contract.program import COMPUTE_OPS, SEND_OPS
@@ -59,7 +60,7 @@ def planned_most(plan, mesh):
     return most
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b", "zb-h1"])
+@some_by_day("schedule", ["gpipe", "1f1b", "eager-1f1b", "zb-h1"], by_day=2)
 def test_in_any_order_no_more_sent_tensors_live_than_the_plan_has(schedule, monkeypatch):
     graph = chain(4)
     meshes = [f"m{s}" for s in range(4)]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from tests.tiers import some_by_day
 from tests.worker.cuts import cut_evenly
 from tests.worker.engine.engine_support import LocalPipeline, planned
 from worker.examples import gpt, unet
@@ -79,7 +80,7 @@ JOBS = {"gpt": gpt_job, "tied gpt": functools.partial(gpt_job, tied=True), "unet
 
 
 @pytest.mark.parametrize(("placement", "schedule"), CASES)
-@pytest.mark.parametrize("name", JOBS)
+@some_by_day("name", JOBS, by_day=2)
 def test_gradients_equal_those_of_the_unsplit_model(name, placement, schedule):
     job = JOBS[name]()
     losses, gradients = job.plain()

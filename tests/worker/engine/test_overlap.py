@@ -60,6 +60,7 @@ def run(graph, schedule, **spec):
     return max(s.end_s for s in compute) - min(s.start_s for s in compute), slots, plan.makespan_s
 
 
+@pytest.mark.slow
 def test_a_step_is_never_shorter_than_planned_and_overlap_shortens_the_plan(slow):
     _, _, planned_blocking = run(slow, "1f1b", overlap=False)
     overlapped, _, planned_overlapped = run(slow, "eager-1f1b")
@@ -131,6 +132,7 @@ def test_without_overlap_no_tensor_is_on_its_way_while_its_mesh_computes(monkeyp
     assert meeting.missed == []
 
 
+@pytest.mark.slow
 def test_slots_keep_the_order_of_their_lane_and_every_transfer_has_equal_halves(slow):
     _, slots, _ = run(slow, "eager-1f1b")
     halves = {}

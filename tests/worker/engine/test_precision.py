@@ -206,6 +206,7 @@ def test_a_cast_is_made_anew_in_every_step_and_from_weights_that_were_loaded():
     assert again == found[0]
 
 
+@pytest.mark.slow
 def test_what_arrives_is_no_weight_whose_cast_is_kept():
     """torch keeps the cast of every fp32 leaf that takes a gradient: of a received tensor, until the step ends."""
     layer = nn.Linear(WIDTH, WIDTH, bias=False)

@@ -62,7 +62,7 @@ def choices(stages):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("name", GRAPHS)
+@some_by_day("name", GRAPHS, by_day=2)
 def test_losses_and_gradients_are_those_of_a_run_that_keeps_everything(name, schedule):
     graph = GRAPHS[name]()
     meshes = [f"m{s}" for s in range(len(graph.stages))]
@@ -85,8 +85,8 @@ def test_on_random_graphs_placements_and_choices(seed):
 
 
 @some_by_day("schedule", ["zb-h1", "1f1b"], by_day=1)
-@pytest.mark.parametrize(
-    "job", [functools.partial(gpt_job, 0.2), functools.partial(gpt_job, tied=True), unet_job]
+@some_by_day(
+    "job", [functools.partial(gpt_job, 0.2), functools.partial(gpt_job, tied=True), unet_job], by_day=1
 )
 def test_traced_models_with_dropout_ties_and_skips(job, schedule):
     job = job()

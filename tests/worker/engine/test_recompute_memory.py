@@ -11,6 +11,7 @@ from service.scheduler.job.cut import PipelineSetup
 from service.scheduler.job.partition import partition
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import MeshSpec
+from tests.tiers import some_by_day
 from tests.worker.engine.engine_support import LocalPipeline
 from tests.worker.engine.test_models import MICROBATCHES, gpt_job, unet_job
 from worker.benchmark.layer_costs import measure_layers
@@ -182,13 +183,14 @@ def test_what_is_planned_is_what_is_kept_with_and_without_recomputing(name, sche
 
 
 @pytest.mark.parametrize("recompute", ["none", "all", ["s1", "s2"]])
-@pytest.mark.parametrize(
+@some_by_day(
     ("schedule", "mesh_of_stage"),
     [
         ("auto", ["m0", "m0", "m1", "m1"]),
         ("zb-v", ["m0", "m1", "m1", "m0"]),
         ("interleaved-1f1b", ["m0", "m1", "m0", "m1"]),
     ],
+    by_day=2,
 )
 @pytest.mark.parametrize("name", ["gpt", "unet"])
 def test_a_mesh_with_several_stages_keeps_no_more_than_planned(

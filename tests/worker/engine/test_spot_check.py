@@ -206,6 +206,7 @@ def centred_cross_entropy(output, target):
     return nn.functional.cross_entropy(output.sub_(output.detach().mean()), target)
 
 
+@pytest.mark.slow
 def test_an_output_that_the_loss_changes_in_place_is_no_difference(monkeypatch):
     spec = job() | {"loss": {"factory": f"{__name__}:centred_cross_entropy"}}
     assert trained(spec, SPOT, monkeypatch)[2] == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.tiers import some_by_day
 from tests.worker.cuda_workers import Watched
 from tests.worker.engine.engine_support import chain, planned, skips, times_of
 from tests.worker.engine.test_heterogeneous_engines import (
@@ -93,7 +94,7 @@ def test_a_step_between_unlike_meshes_races_nowhere_and_its_host_waits_for_nothi
     assert {"transfers/m0>m1", "transfers/m1>m0"} <= said
 
 
-@pytest.mark.parametrize("seed", range(3))
+@some_by_day("seed", range(3), by_day=1)
 def test_values_are_right_in_whatever_order_streams_go_on(seed, watched):
     watch = watched(threads=True, seed=seed)
     graph, mesh_of_stage, sizes, _, programs = job_of("2 to 3, skips")
@@ -116,6 +117,7 @@ def first_of(engine, chosen):
     return engine._mesh == chosen and engine._worker == 0
 
 
+@pytest.mark.slow
 def test_every_wait_that_is_left_out_is_found(watched):
     """But for those before STEP, which only ends the program, and before a buffer is received into for the first time."""
     job = job_of("2 to 1")
@@ -199,6 +201,7 @@ def test_sums_in_another_order_on_one_worker_are_found(watched):
         races_of(watched, job_of("2 to 3, skips"), changed=swap)
 
 
+@pytest.mark.slow
 def test_a_transfer_that_stalls_on_a_stream_names_the_worker_that_has_not_come(watched):
     watched(threads=True)
     graph, mesh_of_stage, sizes, _, programs = job_of("2 to 1")
@@ -208,6 +211,7 @@ def test_a_transfer_that_stalls_on_a_stream_names_the_worker_that_has_not_come(w
     assert "it waits for m0/1; m0/1 has said nothing" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [15, 5], ids=["several actions ahead", "actions that alone are too many"])
 def test_behind_a_peer_that_never_sends_no_launch_blocks_and_the_stall_is_told(most, watched, monkeypatch):
     """A stream takes 40 entries, and a query of an event blocks while a launch does: a host that enqueues the step in one

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.tiers import some_by_day
 from tests.worker.actor.test_actor import job
 from tests.worker.jobs.test_loss_reduction import IGNORED, Texts, spec_of
 from tests.worker.workers import Workers
@@ -40,7 +41,7 @@ def first_step(spec, data, microbatches):
     return {name: sum(one[name] for one in found) / microbatches for name in found[0]}
 
 
-@pytest.mark.parametrize("layout", [{}, {"workers_per_mesh": 2}, {"stages": 1, "meshes": 1}], ids=str)
+@some_by_day("layout", [{}, {"workers_per_mesh": 2}, {"stages": 1, "meshes": 1}], ids=str, by_day=1)
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_metrics_are_the_means_over_microbatches_and_workers(layout, recompute):
     spec = job(**layout, loss={"factory": f"{__name__}:with_metrics"})
@@ -56,6 +57,7 @@ def test_metrics_are_the_means_over_microbatches_and_workers(layout, recompute):
         assert mean_metrics(run.step(2)) != metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{}, {"workers_per_mesh": 2}], ids=str)
 def test_metrics_are_weighed_by_tokens_as_the_loss_is(layout):
     spec = spec_of(**layout)
@@ -66,6 +68,7 @@ def test_metrics_are_weighed_by_tokens_as_the_loss_is(layout):
     assert metrics["accuracy"] == pytest.approx(expected["accuracy"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_loss_without_metrics_has_none():
     with Workers(job()) as run:
         assert mean_metrics(run.step(1)) == {}

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
+from tests.tiers import some_by_day
 from tests.worker.actor.test_actor import job
 from tests.worker.workers import Workers
 from worker.actor.loss import takes_inputs
@@ -205,7 +206,7 @@ def _called(loss, model, x, target):
     return value[0] if isinstance(value, tuple) else value
 
 
-@pytest.mark.parametrize("case", CASES)
+@some_by_day("case", CASES, by_day=2)
 @pytest.mark.parametrize("layout", [{"stages": 4, "meshes": 2}], ids=str)
 def test_a_loss_of_several_outputs_and_targets_trains_as_in_a_plain_loop(case, layout):
     shape, kind, loss = CASES[case]
@@ -213,6 +214,7 @@ def test_a_loss_of_several_outputs_and_targets_trains_as_in_a_plain_loop(case, l
     check(spec, *plain(spec, range(1, 4), functools.partial(_called, loss)))
 
 
+@pytest.mark.slow
 def test_recomputed_stages_and_data_parallel_workers_have_the_same_loss():
     spec = spec_of("dataclass", "dict", "of_dataclass", stages=2, meshes=2, workers_per_mesh=2)
     spec["pipeline"]["recompute"] = "all"
@@ -232,6 +234,7 @@ def test_metrics_beside_a_loss_of_several_outputs_are_those_of_the_plain_model()
         assert mean_metrics(run.step(1))["balance"] == pytest.approx(sum(values) / len(values), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_part_of_the_result_may_be_named_and_one_tensor_be_taken_in_its_dict():
     spec = spec_of("dict", "single", "of_out", model={"output": "out"}, stages=2, meshes=2)
 
@@ -246,6 +249,7 @@ def of_out(output, target):
     return cross_entropy(logits, target) + deeper["early"].square().mean()
 
 
+@pytest.mark.slow
 def test_microbatches_are_weighed_by_tokens_with_several_outputs_too():
     spec = spec_of("dataclass", "single", "Skips", stages=2, meshes=2)
     spec["loss"]["args"] = {"ignore_index": 0}

@@ -85,6 +85,7 @@ def test_a_jobs_loss_takes_the_logits_of_all_routers(monkeypatch):
         assert run.losses(range(1, 4)) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_experts_that_cannot_be_traced_run_as_they_are_and_name_the_setting_that_avoids_it(monkeypatch):
     monkeypatch.setattr(raw, "MODELS", raw.MODELS | MODELS)
     spec = spec_of("mixtral", None, stages=2, meshes=2)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from service.spec.job import JobSpec
+from tests.tiers import some_by_day
 from tests.worker.plain_job import PlainJob
 from tests.worker.workers import Workers, mean_loss
 
@@ -81,7 +82,7 @@ def spec(factory: str, **model: Any) -> dict[str, Any]:
     ).model_dump(mode="json")
 
 
-@pytest.mark.parametrize(
+@some_by_day(
     ("factory", "train", "notes"),
     [
         ("in_eval_mode", "called", ["the factory returned the model in eval mode"]),
@@ -89,6 +90,7 @@ def spec(factory: str, **model: Any) -> dict[str, Any]:
         ("frozen_norm", "called", ["in another than what contains them: 1 (BatchNorm1d, eval mode)"]),
         ("frozen_norm", "as_built", []),
     ],
+    by_day=2,
 )
 def test_each_module_trains_in_the_mode_of_the_plain_loop(factory: str, train: str, notes: list[str]):
     job = spec(factory, train=train)

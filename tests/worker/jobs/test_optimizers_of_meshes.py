@@ -36,7 +36,7 @@ def test_an_optimizer_that_looks_across_parameters_ends_a_job_on_two_meshes_befo
     assert refused.value.reason is Reason.USER_CODE_RAISED
 
 
-@pytest.mark.parametrize("factory", ["NormedSGD", "Prodigy", "by_count"])
+@some_by_day("factory", ["NormedSGD", "Prodigy", "by_count"], by_day=1)
 def test_two_stages_on_one_mesh_train_as_one_process(factory):
     spec, steps = spec_of(f"odd_optimizers:{factory}", meshes=1), range(1, 6)
     plain = PlainJob(spec).train(steps)
@@ -139,7 +139,7 @@ def compare_with_plain_loop(run, plain, steps):
         torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-4, atol=1e-5)
 
 
-@some_by_day("case", SUMMED, by_day=2)
+@some_by_day("case", SUMMED, by_day=1)
 def test_an_optimizer_whose_sums_are_completed_trains_four_meshes_as_one_process(case):
     needs_library_of(case)
     spec = summed(case)
@@ -175,7 +175,8 @@ def test_each_mesh_counts_once_whatever_its_workers(case, layout):
         assert run.losses(range(1, 26)) == pytest.approx(plain.losses, rel=1e-4)
 
 
-@some_by_day("case", SUMMED, by_day=2)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SUMMED)
 def test_another_cut_goes_on_with_the_sums_of_all_meshes(case, tmp_path):
     needs_library_of(case)
     plain = PlainJob(summed(case)).train(range(1, 26))
@@ -189,7 +190,8 @@ def test_another_cut_goes_on_with_the_sums_of_all_meshes(case, tmp_path):
         compare_with_plain_loop(run, plain, range(11, 26))
 
 
-@some_by_day("case", SUMMED, by_day=1)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SUMMED)
 def test_a_mesh_that_trains_nothing_enters_the_sums_of_the_others(case):
     needs_library_of(case)
     spec = summed(case)

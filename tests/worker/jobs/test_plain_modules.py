@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.tiers import some_by_day
 from tests.worker.actor.test_actor import job
 from tests.worker.workers import Workers
 from worker.data.sampler import BatchSampler
@@ -96,8 +95,9 @@ def plain_losses(spec, steps, loss_of):
     return found
 
 
-@some_by_day(
-    ("name", "stages", "schedule"), [*((name, 2, "1f1b") for name in MODELS), ("gpt2", 4, "auto")], by_day=2
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "stages", "schedule"), [*((name, 2, "1f1b") for name in MODELS), ("gpt2", 4, "auto")]
 )
 def test_a_raw_model_trains_by_its_own_loss_as_in_a_plain_loop(name, stages, schedule):
     pytest.importorskip("transformers")
@@ -108,6 +108,7 @@ def test_a_raw_model_trains_by_its_own_loss_as_in_a_plain_loop(name, stages, sch
         assert run.losses(range(1, 4)) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_raw_classifier_trains_by_the_jobs_loss_on_its_logits():
     pytest.importorskip("transformers")
     cross_entropy = torch.nn.functional.cross_entropy

@@ -92,6 +92,7 @@ def test_a_driver_and_a_profiler_tell_which_meshes_agree_and_what_that_takes():
     assert (assumed.agree, assumed.tensor) == (LinearCost(1e-3, 0.0, 1 / 1e9), {"m0": 2})
 
 
+@pytest.mark.slow
 def test_copies_of_what_is_whole_stay_one_on_processors_that_round_otherwise(monkeypatch):
     """As on CPUs of two kinds: a worker's own gradients are off by a little."""
     norm = ModelUpdate._global_norm

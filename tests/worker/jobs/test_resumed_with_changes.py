@@ -173,6 +173,7 @@ def plain_continuation(before, after):
     return new
 
 
+@pytest.mark.slow
 def test_a_run_with_nothing_changed_is_the_undisturbed_one_to_the_bit(tmp_path):
     spec = job(optimizer={"schedule": COSINE})
     losses, parameters = first_run(tmp_path, spec, STEPS)
@@ -217,6 +218,7 @@ def test_more_steps_another_rate_and_another_layout_train_as_the_plain_loop_that
     assert "training.steps 6 (was 4)" in event and "not taken over" not in event
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize(
     "before", [COSINE, pytest.param(None, marks=pytest.mark.slow)], ids=["the same", "none"]
@@ -236,6 +238,7 @@ def test_a_schedule_stands_where_it_would_stand_after_as_many_steps_of_the_new_r
     assert f"learning rate {run.rates[0]:g} (was" in event
 
 
+@pytest.mark.slow
 def test_other_data_begins_anew_also_behind_a_retry(tmp_path):
     before, after = job(), job(data={"args": {"samples": 24}}, training={"steps": 6})
     first_run(tmp_path, before)
@@ -257,6 +260,7 @@ def test_other_data_begins_anew_also_behind_a_retry(tmp_path):
     assert all(torch.equal(found[name], parameters[name]) for name in parameters)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_data_that_has_another_length_than_it_had_begins_anew(tmp_path, monkeypatch):
     """Every worker loads twice then, and schedules have moved on once."""

@@ -51,6 +51,7 @@ def trained(spec, uri):
         return losses, checkpoint_format.load_checkpoint(uri)[0], run.notes
 
 
+@pytest.mark.slow
 def test_two_workers_train_as_one_does_and_go_on_from_its_checkpoint(tmp_path):
     uris = [checkpoint_format.step_uri(str(tmp_path / name), "job", 3) for name in ("one", "two")]
     expected, one, _ = trained(spec_of(1, stages=1, meshes=1), uris[0])
@@ -67,6 +68,7 @@ def test_two_workers_train_as_one_does_and_go_on_from_its_checkpoint(tmp_path):
     assert after[1] == pytest.approx(after[0], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_workers_that_share_matrices_have_the_same_rows_and_count_them_once(tmp_path):
     """Two data-parallel ones of two each: running variances too are those of one worker."""
     uris = [checkpoint_format.step_uri(str(tmp_path / name), "job", 3) for name in ("one", "four")]

@@ -75,6 +75,7 @@ def t5(**changes):
     return spec_of("t5", loss=None, stages=2, meshes=2) | changes
 
 
+@pytest.mark.slow
 def test_an_encoder_and_a_decoder_of_a_public_model():
     pytest.importorskip("transformers")
     spec = t5()
@@ -197,6 +198,7 @@ def test_the_plan_knows_what_is_shared_and_what_is_summed():
     assert last.forward_s == pytest.approx(layer.forward_s + 2.0 + size / 1e8 + summed)
 
 
+@pytest.mark.slow
 def test_an_optimizer_whose_state_has_other_shapes_is_refused_when_it_is_saved(tmp_path):
     spec = job()
     spec["optimizer"] = {"factory": "odd_jobs:SgdWithOddState", "args": {}, "schedule": None}
@@ -228,6 +230,7 @@ def test_heads_that_do_not_fit_end_the_attempt_with_what_fits():
     assert refused.value.reason is Reason.PLAN_INFEASIBLE
 
 
+@pytest.mark.slow
 def test_a_matrix_that_two_meshes_would_share_otherwise_is_refused():
     """Of the tied words one mesh would have every second column and the other every second row: as many numbers."""
     spec = job()

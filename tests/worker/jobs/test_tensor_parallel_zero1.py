@@ -111,6 +111,7 @@ def test_two_data_workers_that_share_train_to_the_bit_as_two_that_do_not(tmp_pat
         assert held[1][mesh, worker] <= (size / 2 + 64 if mesh == "m0" else size)
 
 
+@pytest.mark.slow
 def test_a_norm_counts_every_part_once_whoever_has_it():
     spec = spec_of(clip_grad_norm=0.05)
     norms = []

@@ -46,6 +46,7 @@ def test_losses_of_meshes_that_share_an_optimizer_are_those_of_a_plain_loop_and_
         assert run.losses(range(5, 7)) == pytest.approx(expected[4:], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_losses_of_an_encoder_and_decoder_that_share_are_those_of_a_plain_loop():
     """The memory of the encoder crosses the meshes, and every block of the decoder reads it."""
     spec = job(stages=2)

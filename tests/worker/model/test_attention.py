@@ -12,7 +12,6 @@ from torch.nn import functional
 
 from tests.benchmarks.models.catalogue import ENTRIES
 from tests.missing import needs_libraries
-from tests.tiers import some_by_day
 from tests.worker.model.running import gradients, plain_step, step
 from worker.benchmark.layer_costs import measure_layers
 from worker.checks.trace import check_trace
@@ -515,8 +514,9 @@ def counts(traced):
     return len(calls), unmasked, causal, grouped
 
 
+@pytest.mark.slow
 @needs_libraries("transformers")
-@some_by_day("name", ATTENTION_CALLS, by_day=2)
+@pytest.mark.parametrize("name", ATTENTION_CALLS)
 def test_a_public_model_attends_without_a_mask_and_computes_what_it_did(name):
     model, inputs = public_model(name)
     traced = trace(model, inputs)
@@ -525,6 +525,7 @@ def test_a_public_model_attends_without_a_mask_and_computes_what_it_did(name):
     assert notes == []
 
 
+@pytest.mark.slow
 @needs_libraries("transformers")
 @pytest.mark.parametrize(
     ("device", "autocast", "grouped"),
@@ -535,6 +536,7 @@ def test_cuda_gets_grouped_heads_only_in_half_precision_as_nothing_else_is_fused
     assert counts(trace(model, inputs, device=device, autocast=autocast)) == (4, 4, 4, grouped)
 
 
+@pytest.mark.slow
 @needs_libraries("transformers")
 def test_a_window_of_a_public_model_is_one_buffer():
     model, inputs = public_model("Mistral", sliding_window=4)

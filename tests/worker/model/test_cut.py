@@ -13,6 +13,7 @@ from service.scheduler.job.cut import PipelineSetup
 from service.scheduler.job.joint import JointSearchRequest, plan_jointly
 from service.scheduler.job.partition import partition
 from service.scheduler.problem.spec import MeshSpec
+from tests.tiers import some_by_day
 from tests.worker.cuts import cut_evenly
 from tests.worker.model.odd_models import ODD_MODELS, make
 from tests.worker.model.running import buffers, gradients, plain_step, step
@@ -58,7 +59,7 @@ def assert_same(name, begins, traced):
         torch.testing.assert_close(value, state[key], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", [*ODD_MODELS, *BUILT_IN])
+@some_by_day("name", [*ODD_MODELS, *BUILT_IN], by_day=8)
 def test_every_cut_in_two_and_the_finest_cut_give_the_plain_results(name):
     model, inputs = build(name)
     traced = trace(model, inputs)
@@ -68,6 +69,7 @@ def test_every_cut_in_two_and_the_finest_cut_give_the_plain_results(name):
     assert_same(name, traced.layers[:1], traced)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_any_cut_gives_the_plain_results(data):
@@ -347,6 +349,7 @@ def test_a_buffer_that_ties_all_modules_is_named_where_the_stages_are_too_many()
         partition(profile, setup, stages=2, microbatches=1, cut=["l.0", "l.2"])
 
 
+@pytest.mark.slow
 def test_every_pair_of_cuts_of_a_model_has_the_same_tensors_by_name():
     """Tensor names do not depend on the cut: a plan of one worker fits the stages of another."""
     traced, again = _traced("unet"), trace(*build("unet"))

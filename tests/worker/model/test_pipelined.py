@@ -163,7 +163,7 @@ def test_ten_steps_of_a_unet_on_real_images_equal_the_plain_loop(schedule):
 
 
 @some_by_day(("stages", "meshes", "schedule"), [(3, 3, "zb-h1"), (2, 1, "auto")], by_day=1)
-@pytest.mark.parametrize("name", [name for name in ODD_MODELS if "dropout" not in name])
+@some_by_day("name", [name for name in ODD_MODELS if "dropout" not in name], by_day=6)
 def test_odd_models_train_as_in_the_plain_loop(name, stages, meshes, schedule):
     model, inputs = make(name)
     size = copy.deepcopy(model)(*inputs).shape

@@ -5,10 +5,10 @@ from __future__ import annotations
 import cProfile
 import pstats
 
+import pytest
 import torch
 from torch import nn
 
-from tests.tiers import some_by_day
 from worker.checks.trace import check_trace
 from worker.model.export import trace
 
@@ -70,7 +70,8 @@ def calls_for(build, tokens: int) -> int:
     return pstats.Stats(profile).total_calls
 
 
-@some_by_day(("build", "tokens"), [(CellsInTurn, 3), (CellsInTurn, 8), (scans, 3), (scans, 8)], by_day=1)
+@pytest.mark.slow
+@pytest.mark.parametrize(("build", "tokens"), [(CellsInTurn, 3), (CellsInTurn, 8), (scans, 3), (scans, 8)])
 def test_twice_the_tokens_take_at_most_three_times_the_calls(build, tokens):
     calls_for(build, 2)  # what torch remembers of its first trace
     assert calls_for(build, 2 * tokens) <= 3 * calls_for(build, tokens)

@@ -131,7 +131,7 @@ def sample(kind):
     }[kind]
 
 
-@some_by_day("name", MODELS, by_day=5)
+@some_by_day("name", MODELS, by_day=1)
 def test_a_raw_model_is_traced_true_with_dropout_and_its_own_loss(name):
     factory, config, arguments, kind = MODELS[name]
     torch.manual_seed(0)

@@ -129,6 +129,7 @@ def test_a_worker_that_is_in_the_slot_and_not_yet_at_the_sum_is_named(number, sl
     assert f"come to {number - 1} sums of tensor/m0/0" in said
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_lost_in_a_sum_is_no_fault_of_the_users_code():
     """Nobody says why: what is told has the slot, the group and what its workers said last."""
     error = end_of(leave_at=2)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.tiers import some_by_day
 from worker.transport.base import PeerLostError, Topology
 from worker.transport.gloo import GlooTransport
 from worker.transport.rendezvous import host_store
@@ -60,7 +61,7 @@ def test_threads_of_gloo_do_not_preempt_those_that_they_would_then_wait_for(tran
 @pytest.mark.parametrize(
     "gone", [0, 1, 2, 3], ids=["nobody gone", "next gone", "next but one gone", "both gone"]
 )
-@pytest.mark.parametrize("rank", range(4))
+@some_by_day("rank", range(4), by_day=1)
 def test_an_all_reduce_ends_with_abort_whoever_is_silent_or_left_before(transports, rank, gone, late):
     """The others are there and say nothing, as stopped processes, or have aborted first. By itself it never ends."""
     failed = []

@@ -399,7 +399,7 @@ DEFECTS = [
 ]
 
 
-@some_by_day("defect", DEFECTS, by_day=6, ids=lambda defect: defect.__name__)
+@some_by_day("defect", DEFECTS, by_day=3, ids=lambda defect: defect.__name__)
 def test_a_planted_defect_is_found_with_what_differs_first_and_where(defect, monkeypatch):
     with monkeypatch.context() as patch:
         spec, message = defect(patch)
@@ -417,6 +417,7 @@ class NotANumber(torch.nn.Module):
         return loss * (1.0 if target.sum() % 2 else float("nan"))
 
 
+@pytest.mark.slow
 def test_a_step_that_both_leave_out_is_equal_and_one_that_both_stop_at_is_told_as_that():
     spec = pictures()
     spec["loss"] = {"factory": f"{__name__}:NotANumber"}

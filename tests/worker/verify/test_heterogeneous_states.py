@@ -26,6 +26,7 @@ def test_a_proof_finds_them_equal(layout):
     assert (proof.difference, proof.steps) == (None, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("defect", "said"),
     [("gather", "step 1: after STEP on m1"), ("_gradients_of_norm", "the norm of all gradients")],

@@ -18,6 +18,7 @@ def spec_of(*layout):
     return on(layout, gpt(stages=2, meshes=2, dropout=0.2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cut",
     [
@@ -48,6 +49,7 @@ def test_a_proof_finds_meshes_that_share_their_matrices_unlike_equal(layout):
     assert (proof.difference, proof.steps) == (None, 2)
 
 
+@pytest.mark.slow
 def test_a_proof_compares_what_goes_between_meshes_that_share_alike_on_nodes_of_their_own():
     """Once for each worker that gets it, whoever sends it: four microbatches, there and back."""
     proof = proof_of(spec_of((1, 2), (1, 2)), steps=1, nodes=APART)

@@ -7,7 +7,6 @@ import functools
 import pytest
 import torch
 
-from tests.tiers import some_by_day
 from tests.worker.jobs import test_loss_reduction, test_split_images
 from tests.worker.jobs import test_plain_modules as test_raw_models
 from tests.worker.verify.proving import gpt, pictures, proof_of
@@ -77,7 +76,8 @@ JOBS["tokens"] = lambda: test_loss_reduction.spec_of(stages=2, meshes=2, workers
 LIBRARY = dict.fromkeys(("gpt2", "llama", "bert", "t5"), "transformers") | {"UNet2DModel": "diffusers"}
 
 
-@some_by_day("name", JOBS, by_day=2)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", JOBS)
 def test_a_model_that_trains_as_it_should_is_found_equal(name):
     if name in LIBRARY:
         pytest.importorskip(LIBRARY[name])
@@ -103,6 +103,7 @@ def test_a_job_in_fp16_is_found_equal_also_where_a_step_overflows():
     assert counted["gradients"] == 2 * counted["initial parameters"], "the first step overflows"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_step_overflows")
 def test_a_loss_scale_that_is_never_lowered_is_found(monkeypatch):
     ended = PipelineGradScaler.end_step

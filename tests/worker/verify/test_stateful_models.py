@@ -187,6 +187,7 @@ def test_a_norm_that_counts_its_calls_and_is_called_twice_is_equal():
     assert found.difference is None
 
 
+@pytest.mark.slow
 def test_a_loss_with_parameters_of_its_own_is_refused_by_name():
     spec = unchecked(f"{stateful_models.__name__}:Plain")
     spec["loss"] = {"factory": f"{planted_models.__name__}:WeighedLoss"}

@@ -32,6 +32,7 @@ def state_of(site: Site, job_id: str) -> str:
     return httpx.get(f"{site.url}/api/v1/jobs/{job_id}", timeout=60).json()["state"]
 
 
+@pytest.mark.slow
 def test_the_list_is_filtered_by_queue_owner_and_label_and_its_address_says_so(
     site: Site, page, tmp_path: Path
 ):
@@ -70,6 +71,7 @@ def test_a_filter_that_the_server_refuses_is_told(site: Site, page):
     page.wait("document.getElementById('connection').textContent === ''")
 
 
+@pytest.mark.slow
 def test_the_cluster_page_shows_queues_nodes_meshes_and_why_jobs_wait(site: Site, page, tmp_path: Path):
     page.open(f"{site.url}/cluster")
     page.wait("document.querySelector('#waiting tbody td small')")

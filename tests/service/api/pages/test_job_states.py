@@ -44,6 +44,7 @@ def _facts(page) -> dict[str, str]:
     )
 
 
+@pytest.mark.slow
 def test_events_stand_on_top_while_a_job_starts_and_at_the_end_once_it_trains(states: States, page):
     top = "document.getElementById('events').getBoundingClientRect().top"
     below = f"{top} - document.getElementById('timeline-section').getBoundingClientRect().top"
@@ -70,6 +71,7 @@ def test_a_job_that_failed_before_its_first_step_is_not_said_to_start(states: St
     assert page.js("document.querySelector('#launch p').textContent").startswith("Starting, ")
 
 
+@pytest.mark.slow
 def test_a_job_that_trains_says_how_long_the_steps_that_are_left_take(states: States, page):
     open_job(page, states, states.site.running)
     job = httpx.get(f"{states.site.url}/api/v1/jobs/{states.site.running}").json()
@@ -79,6 +81,7 @@ def test_a_job_that_trains_says_how_long_the_steps_that_are_left_take(states: St
     assert "Left" not in _facts(page) and _facts(page)["Throughput"] == "160 samples/s"
 
 
+@pytest.mark.slow
 def test_axes_have_titles(states: States, page):
     open_job(page, states, states.site.running)
     titles = "[...document.querySelectorAll('.chart')].map((box) => box.plot?.axes.map((axis) => axis.label))"

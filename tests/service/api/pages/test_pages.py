@@ -35,6 +35,7 @@ def test_the_list_shows_each_job_with_its_state_and_why_it_waits(site: Site, pag
     assert page.errors == []
 
 
+@pytest.mark.slow
 def test_the_filter_asks_the_server_for_one_state(site: Site, page):
     page.open(f"{site.url}/")
     page.js(
@@ -80,6 +81,7 @@ def test_the_job_page_draws_every_slot_planned_above_measured(site: Site, page, 
     assert page.errors == []
 
 
+@pytest.mark.slow
 def test_the_page_says_how_long_the_first_step_was_waited_for_and_in_which_phases(site: Site, page):
     page.open(f"{site.url}/jobs/{site.running}")
     page.wait("!document.getElementById('launch').hidden")
@@ -274,6 +276,7 @@ def test_chosen_numbers_and_what_comes_behind_the_makespan_are_shown(site: Site,
     assert page.errors == []
 
 
+@pytest.mark.slow
 def test_a_profiled_step_can_be_chosen_and_downloaded(site: Site, page, tmp_path: Path):
     page.open(f"{site.url}/jobs/{site.running}")
     page.wait("document.querySelectorAll('#step option').length === 3")
@@ -343,6 +346,7 @@ def test_pages_forbid_foreign_scripts_and_serve_only_their_own_files(site: Site)
         assert httpx.get(f"{site.url}/static/{name}", timeout=60).status_code == 404
 
 
+@pytest.mark.slow
 def test_a_server_with_tokens_shows_its_pages_to_a_browser_that_signs_in(page, tmp_path: Path):
     """The browser sends the token as a password (HTTP Basic), with scripts and calls alike."""
     with seeded_site(tmp_path, api_token="letmein") as site:

@@ -42,6 +42,7 @@ def _open_job(page, site: Site) -> None:
     page.wait("!document.getElementById('perfetto').hidden")
 
 
+@pytest.mark.slow
 def test_perfetto_gets_the_shown_step_once_its_own_window_listens(site: Site, page):
     """By Perfetto's protocol: PING until PONG, answers of other windows or pages do not count, then one trace."""
     _open_job(page, site)
@@ -62,6 +63,7 @@ def test_perfetto_gets_the_shown_step_once_its_own_window_listens(site: Site, pa
     assert page.errors == []
 
 
+@pytest.mark.slow
 def test_where_no_window_opens_or_it_is_closed_the_page_names_the_way_out(site: Site, page):
     _open_job(page, site)
     note = "document.getElementById('perfetto-note').textContent"

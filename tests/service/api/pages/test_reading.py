@@ -48,6 +48,7 @@ async def _end(url: str, job_id: str) -> None:
         await database.close()
 
 
+@pytest.mark.slow
 def test_the_page_of_an_ended_job_says_what_its_plan_chose(site: Site, page):
     page.open(f"{site.url}/jobs/{site.running}")
     page.wait("document.querySelector('#events tbody tr')")
@@ -67,6 +68,7 @@ def test_an_empty_bar_looks_empty_in_the_dark(site: Site, page):
     assert empty != done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [390, 1280])
 def test_a_long_reason_leaves_the_list_a_list(site: Site, page, width: int):
     page.open(f"{site.url}/", width=width)
@@ -82,6 +84,7 @@ def test_a_long_reason_leaves_the_list_a_list(site: Site, page, width: int):
     assert page.errors == []
 
 
+@pytest.mark.slow
 def test_of_a_job_without_a_plan_no_empty_tables_are_shown(site: Site, page, tmp_path: Path):
     page.open(f"{site.url}/jobs/{site.waiting}")
     page.wait("document.querySelector('#events tbody tr')")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.service.api.pages.seed import seeded_site
 
@@ -12,6 +13,7 @@ REFERENCE = "document.querySelector('openapi-explorer')"
 DRAWN = f"{REFERENCE}.shadowRoot"
 
 
+@pytest.mark.slow
 def test_the_reference_names_every_route_and_sends_a_call_with_the_token_of_the_browser(page, tmp_path: Path):
     with seeded_site(tmp_path, api_token="letmein") as site:
         assert httpx.get(f"{site.url}/docs", timeout=60).status_code == 401
@@ -37,6 +39,7 @@ def test_the_reference_names_every_route_and_sends_a_call_with_the_token_of_the_
         assert loaded == [site.url] and page.errors == []
 
 
+@pytest.mark.slow
 def test_a_server_without_tokens_asks_for_none_and_lets_no_script_in_that_is_not_its_own(
     page, tmp_path: Path
 ):

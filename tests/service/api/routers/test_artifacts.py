@@ -100,6 +100,7 @@ async def test_a_checkpoint_is_deleted_by_the_cluster_and_told(api: Api, tmp_pat
     assert (await api.client.get("/api/v1/usage")).json()["items"][0]["storage_bytes"] == 200
 
 
+@pytest.mark.slow
 async def test_what_a_job_would_go_on_from_stays_until_it_has_ended(api: Api, tmp_path: Path):
     base = tmp_path / "runs"
     job_id = await saving_job(api, base, 2, 4)
@@ -146,6 +147,7 @@ async def test_no_attempt_begins_and_no_export_reads_while_something_is_deleted(
     assert (await api.client.post(f"/api/v1/jobs/{job_id}/retry")).status_code == 202
 
 
+@pytest.mark.slow
 async def test_a_deletion_that_fails_leaves_the_job_as_it_was(
     make_api: ApiMaker, tmp_path: Path, monkeypatch
 ):

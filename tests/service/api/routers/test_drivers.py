@@ -18,6 +18,7 @@ from service.store.transitions import lock_job
 from tests.service.api.conftest import Api, ApiMaker
 from tests.service.api.routers.test_jobs import problem
 from tests.service.serving import set_backoff
+from tests.tiers import some_by_day
 from worker.contract import reasons
 from worker.contract.timeline import launch_message
 
@@ -154,7 +155,7 @@ async def test_the_peaks_of_an_attempts_memory_are_the_most_of_all_its_steps(api
     assert (await api.job(job_id))["attempts"][0]["peak_memory_bytes"] == {"m0": 8, "m1": 2**40}
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3, 7, 8])
+@some_by_day("limit", [1, 2, 3, 7, 8], by_day=2)
 @pytest.mark.parametrize(("what", "key"), [("steps", "step"), ("events", "number"), ("logs", "number")])
 async def test_pages_hold_everything_once_and_in_order(make_api: ApiMaker, what: str, key: str, limit: int):
     async with make_api() as api:
@@ -408,7 +409,7 @@ async def test_metrics_targets_go_when_the_linger_is_over(make_api: ApiMaker, mo
         assert (await api.client.get("/api/v1/prometheus/targets")).json() == []
 
 
-@pytest.mark.parametrize(
+@some_by_day(
     "endpoint",
     [
         "10.9.9.9:80",
@@ -422,6 +423,7 @@ async def test_metrics_targets_go_when_the_linger_is_over(make_api: ApiMaker, mo
         "[127.0.0.1:80",
         "169.254.169.254:80#127.0.0.1:80",
     ],
+    by_day=3,
 )
 async def test_prometheus_is_sent_to_ports_of_nodes_only(make_api: ApiMaker, endpoint: str):
     async with make_api() as api:

@@ -92,6 +92,7 @@ async def fails(api: Api, job_id: str, number: int) -> None:
     await api.rounds(job_id, number + 1)
 
 
+@pytest.mark.slow
 async def test_a_later_attempt_keeps_the_number_of_microbatches_while_it_fits(make_api: ApiMaker):
     async with make_api(plan_budget_s=1) as api:
         job_id = await api.started(**OPEN)
@@ -111,6 +112,7 @@ async def test_a_later_attempt_keeps_the_number_of_microbatches_while_it_fits(ma
         assert third["spec"]["microbatches"] in {1, 2, 4, 8} - {first}
 
 
+@pytest.mark.slow
 async def test_a_number_that_no_longer_fits_the_memory_is_given_up(make_api: ApiMaker):
     async with make_api(plan_budget_s=1) as api:
         kept = {**OPEN["pipeline"], "recompute": "none"}  # else it would fit, recomputed

@@ -83,6 +83,7 @@ def test_statements_are_timed_by_what_they_do(scraped: httpx.Response):
     assert found["slotline_database_seconds_sum", "SELECT"] > 0
 
 
+@pytest.mark.slow
 def test_answers_are_timed_by_the_template_of_their_route(tmp_path):
     with seeded_site(tmp_path) as site:
         before = answered(site.url)

@@ -272,6 +272,7 @@ async def test_an_owner_keeps_so_many_plans_of_such_a_size(make_api: ApiMaker, m
         assert "fewer microbatches" in problem(long, 413)["detail"]
 
 
+@pytest.mark.slow
 async def test_plans_go_when_no_job_wants_them(api: Api):
     keep = RetentionPolicy(timelines_days=-1, history_days=10, packages_days=-1, plans_days=5)
     plan_id = (await kept(api))["named"]["id"]

@@ -11,6 +11,7 @@ from service.settings.settings import Settings
 from tests.service.api.conftest import ApiMaker
 from tests.service.api.routers.test_jobs import problem
 from tests.service.conftest import job_body
+from tests.tiers import some_by_day
 
 KEY = "a-signing-key"
 
@@ -19,7 +20,7 @@ def told(url: Any = "https://hooks.example.com/x", **changes: Any) -> dict[str, 
     return job_body(notifications=[{"url": url, "secret": "HOOK_KEY", **changes}])
 
 
-@pytest.mark.parametrize(
+@some_by_day(
     "url",
     [
         *("http://127.0.0.1/", "http://127.1.2.3:8000/api/v1/jobs", "http://[::1]/", "http://localhost/x"),
@@ -27,8 +28,7 @@ def told(url: Any = "https://hooks.example.com/x", **changes: Any) -> dict[str, 
         *("http://[fe80::1]/", "http://[::ffff:10.0.0.1]/", "http://0.0.0.0/", "http://metadata.google.internal/"),
         *("ftp://example.com/", "file:///etc/passwd", "https://", "https://user:password@example.com/", "x"),
         *("https://exa mple.com/", "https://example.com:99999/", "http://example.com:0/"),
-    ],
-)  # fmt: skip
+    ], by_day=6)  # fmt: skip
 async def test_urls_that_lead_inside_or_nowhere_are_refused(make_api: ApiMaker, url: str):
     async with make_api() as api:
         await api.client.put("/api/v1/secrets/HOOK_KEY", content=KEY)

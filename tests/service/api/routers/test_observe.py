@@ -17,6 +17,7 @@ from service.spec.states import JobState
 from tests.service.api.conftest import Api
 from tests.service.api.routers.test_jobs import problem
 from tests.service.fake_cluster import FakeCluster
+from tests.tiers import some_by_day
 
 LIMIT = {"minimum": 1, "maximum": 5000}
 NUMBER = {"minimum": 0, "exclusiveMaximum": 2**31}
@@ -67,9 +68,10 @@ def test_arguments_are_bounded_as_the_description_says(path: str, limits: dict):
     assert found == limits
 
 
-@pytest.mark.parametrize(
+@some_by_day(
     ("path", "also"),
     [("events", set()), ("logs", {"503"}), ("steps", set()), ("plan", set()), ("timeline", set())],
+    by_day=2,
 )
 def test_the_description_says_what_else_is_answered(path: str, also: set[str]):
     app = control_plane_app(Settings(), FakeCluster())

@@ -249,6 +249,7 @@ def _until_there(expired, path: str) -> str:
     return "there"
 
 
+@pytest.mark.slow
 def test_the_control_plane_imports_neither_torch_nor_ray():
     code = (
         "import sys, service.cli.main, service.control_plane;"

@@ -87,6 +87,7 @@ async def why(api: Api, job_id: str, **params: Any) -> httpx.Response:
     return await api.client.get(f"/api/v1/jobs/{job_id}/why", params=params)
 
 
+@pytest.mark.slow
 async def test_a_job_says_what_makes_its_step_long_and_what_would_help(api: Api):
     job_id = await trained(api, World(meshes={"m1": 2.0}, noise=0.03))
     answer = await why(api, job_id)
@@ -102,6 +103,7 @@ async def test_a_job_says_what_makes_its_step_long_and_what_would_help(api: Api)
     assert {mesh["mesh"] for mesh in found["measured"]["meshes"]} == {"m0", "m1"}
 
 
+@pytest.mark.slow
 async def test_a_job_with_an_owner_is_explained_by_what_its_owner_measured(api: Api):
     job_id = await trained(api, World(meshes={"m1": 2.0}, noise=0.03), owner="alice")
     found = (await why(api, job_id)).json()

@@ -62,6 +62,7 @@ async def _there(path: Path) -> None:
     await until_async(path.exists)
 
 
+@pytest.mark.slow
 async def test_a_plan_whose_caller_has_gone_is_given_up_and_its_place_is_free(tmp_path: Path):
     planner = Planner(processes=1, queue=0, timeout_s=300)
     try:
@@ -79,6 +80,7 @@ async def test_a_plan_whose_caller_has_gone_is_given_up_and_its_place_is_free(tm
         planner.close()
 
 
+@pytest.mark.slow
 async def test_a_driver_does_not_wait_behind_plans_of_others(tmp_path: Path):
     planner = Planner(processes=1, queue=4, timeout_s=300)
     try:
@@ -97,6 +99,7 @@ async def test_a_driver_does_not_wait_behind_plans_of_others(tmp_path: Path):
         planner.close()
 
 
+@pytest.mark.slow
 async def test_an_attempt_that_asks_again_gives_up_its_earlier_plan(tmp_path: Path):
     planner = Planner(processes=1, queue=0, timeout_s=300)
     try:
@@ -111,6 +114,7 @@ async def test_an_attempt_that_asks_again_gives_up_its_earlier_plan(tmp_path: Pa
         planner.close()
 
 
+@pytest.mark.slow
 async def test_a_plan_that_needs_more_memory_than_it_may_use_is_refused_and_ends_no_process():
     planner = Planner(processes=1, queue=0, timeout_s=300, memory_bytes=2 << 30)
     try:
@@ -121,6 +125,7 @@ async def test_a_plan_that_needs_more_memory_than_it_may_use_is_refused_and_ends
         planner.close()
 
 
+@pytest.mark.slow
 async def test_planning_goes_behind_the_server_and_what_trains_beside_it():
     planner = Planner(processes=1, queue=0, timeout_s=300)
     try:
@@ -150,6 +155,7 @@ async def test_the_place_of_drivers_stays_free_and_a_wait_that_is_cancelled_take
     assert sorted([await line.take(driver=True) for _ in range(3)]) == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_request_that_is_broken_off_ends_its_plan(tmp_path: Path):
     began, over = tmp_path / "began", tmp_path / "over"
     with serve(Settings(data_dir=tmp_path)) as served:

@@ -62,12 +62,14 @@ def test_the_choice_is_the_best_of_all_choices_on_small_problems(seed):
     assert plan.lower_bound_s <= min(every.values()) * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_the_drawn_problems_differ_in_what_is_best():
     """Else the test above would pass with one form always taken."""
     forms = {len(chosen(make_plan(load_spec(priced(3, 4, seed)), budget_s=1.0))) for seed in range(10)}
     assert len(forms) >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_larger_problems_with_measured_costs_are_never_worse_than_either_form(seed):
     data = measured(6, 12, seed)
@@ -112,7 +114,7 @@ def orders(whole, *, late):
     return lanes
 
 
-@some_by_day("seed", range(60), by_day=6)
+@some_by_day("seed", range(60), by_day=2)
 def test_no_bound_is_above_a_plan_whose_microbatches_differ_in_form(seed):
     """`auto` takes one form for all backwards of a stage; its bound is for every plan of the spec."""
     data = priced(2, 3, 300 + seed)

@@ -9,6 +9,7 @@ from service.scheduler.problem.spec import SpecError, load_spec
 from service.scheduler.schedules.registry import fitting_names
 from tests.service.scheduler.checker import check_plan
 from tests.service.scheduler.specs import chain, measured
+from tests.tiers import some_by_day
 
 
 def checkpointed(data, *, seed):
@@ -39,7 +40,7 @@ def check_never_worse(data, budget_s):
 
 
 @pytest.mark.parametrize("contention", ["link", "half-duplex"])
-@pytest.mark.parametrize("seed", [3, 4, 6, 7])
+@some_by_day("seed", [3, 4, 6, 7], by_day=2)
 @pytest.mark.parametrize("memory", [None, 2.5])
 def test_stages_that_must_recompute_are_split_where_that_is_shorter(memory, seed, contention):
     data = measured(2 + seed % 4, 1 + seed % 6, seed, memory=memory, contention=contention, skips=False)
@@ -56,6 +57,7 @@ def test_a_stage_that_must_recompute_splits_its_backward_where_memory_is_not_sho
     assert {slot.stage for slot in plan.slots if slot.action == "W"} == {first["name"], last["name"]}
 
 
+@pytest.mark.slow
 def test_transfers_of_a_named_plan_are_ordered_as_well_as_where_it_is_asked_for():
     for seed in (0, 1):
         data = {

@@ -57,7 +57,8 @@ def tight(stages, microbatches, seed):
     return data
 
 
-@some_by_day("seed", [0, 1, 2, 4, 5], by_day=1)  # two stages, one or none of them recompute
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2, 4, 5])  # two stages, one or none of them recompute
 def test_the_choice_is_the_best_of_all_choices_on_small_problems(seed):
     data = tight(3, 5, seed)
     names = [stage["name"] for stage in data["stages"]]
@@ -131,7 +132,7 @@ def several_a_mesh(seed):
     return data
 
 
-@some_by_day("seed", range(40), by_day=10)
+@some_by_day("seed", range(40), by_day=4)
 def test_what_comes_back_for_a_backward_is_counted_and_within_the_limits_wherever_stages_lie(seed):
     data = several_a_mesh(seed)
     plan = make_plan(load_spec(data), budget_s=0.3)

@@ -7,6 +7,7 @@ from service.scheduler.problem.spec import load_spec
 from service.scheduler.views.render import plan_orders
 from tests.service.scheduler.solver import optimum
 from tests.service.scheduler.specs import chain
+from tests.tiers import some_by_day
 
 NAMES = ("1f1b", "eager-1f1b", "gpipe")
 
@@ -19,7 +20,7 @@ def in_half_seconds(data):
 
 
 # solved exactly by others (SCHEDULING.md, "Named orders under blocking transfers")
-@pytest.mark.parametrize(
+@some_by_day(
     ("name", "transfer", "best"),
     [
         ("1f1b", 0.5, 48.5),
@@ -29,6 +30,7 @@ def in_half_seconds(data):
         ("eager-1f1b", 1, 64),
         ("gpipe", 1, 67),
     ],
+    by_day=2,
 )
 def test_a_named_schedule_without_overlap_has_the_best_order_of_transfers(name, transfer, best):
     plan = make_plan(load_spec(chain(4, 8, schedule=name, transfer=transfer, overlap=False)))

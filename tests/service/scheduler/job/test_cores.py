@@ -119,6 +119,7 @@ def test_a_simulation_of_processor_sharing_agrees(cores):
     assert processor_sharing(spec, shared.plan, cores) == pytest.approx(shared.plan.makespan_s, rel=0.15)
 
 
+@pytest.mark.slow
 def test_where_the_cores_decide_backwards_run_in_the_way_that_takes_less_of_them():
     """Split ones fill the pipeline better and cost half as much again: with enough cores they win, on one core not."""
 

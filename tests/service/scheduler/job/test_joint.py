@@ -75,7 +75,7 @@ def brute_force(profiles, stage_counts, mesh_list, net):
     return best
 
 
-@some_by_day("seed", range(3), by_day=2)
+@some_by_day("seed", range(3), by_day=1)
 @pytest.mark.parametrize("speed", [1e6, 1e5])
 def test_on_a_small_model_nothing_is_shorter_than_what_is_chosen(seed, speed):
     profiles = {4: measured(5, seed), 2: measured(5, seed, microbatch=2.0)}
@@ -123,7 +123,8 @@ def longest_update(profile, placement, borders, update, mesh_count, tied_s=lambd
 UPDATE = UpdateCosts(LinearCost(1e-4, 1e-5, 1e-9), LinearCost(2e-4, 2e-5, 3e-9))
 
 
-@some_by_day("seed", range(4), by_day=1)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
 def test_what_comes_behind_the_makespan_is_part_of_the_choice(seed):
     """Beside brute force over microbatches, stages, placement and cut; and where it matters the cut is another."""
     profiles = {n: trained(measured(5, seed, microbatch=4.0 / n), seed) for n in (4, 2)}
@@ -149,6 +150,7 @@ def test_what_comes_behind_the_makespan_is_part_of_the_choice(seed):
     assert without.step_s == without.plan.makespan_s <= found.plan.makespan_s * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_some_cut_is_another_because_of_what_comes_behind_the_makespan():
     differ = 0
     for seed in range(4):
@@ -171,10 +173,10 @@ def test_memory_limits_are_part_of_the_choice(limit):
     assert found.plan.makespan_s <= brute_force(profiles, [3], mesh_list, network(1e6)) * (1 + 1e-6)
 
 
-@some_by_day(
+@pytest.mark.slow
+@pytest.mark.parametrize(
     "profile",
     [measured(24, 1), measured(24, 2, head=6.0), measured(24, 3, skips=((2, 21), (5, 18), (8, 15)))],
-    by_day=1,
     ids=["chain", "heavy head", "skips"],
 )
 @pytest.mark.parametrize("speed", [1e6, 1e5, 3e4])

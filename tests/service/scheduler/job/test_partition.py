@@ -15,6 +15,7 @@ from service.scheduler.job.joint import JointSearchRequest, plan_jointly
 from service.scheduler.job.partition import partition, place_stages
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import MeshSpec, NetworkSpec, SpecError, check_spec
+from tests.tiers import some_by_day
 from worker.benchmark.layer_costs import measure_layers
 from worker.contract.profile import CutError, LayerCost, LayerEdge, LayerProfile, OptimizerState
 from worker.examples import gpt, unet
@@ -168,6 +169,7 @@ def test_no_cut_in_two_is_better_where_layers_share_tensors(data, layers, microb
     assert found == pytest.approx(best)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(data=st.data(), layers=st.lists(st.tuples(costs, costs, costs), min_size=4, max_size=7))
 def test_the_planned_step_of_the_cut_is_near_the_best_of_all_cuts(data, layers):
@@ -280,7 +282,7 @@ def measured():
     return models
 
 
-@pytest.mark.parametrize("name", ["gpt", "tied gpt", "unet", "branches"])
+@some_by_day("name", ["gpt", "tied gpt", "unet", "branches"], by_day=2)
 def test_edges_agree_with_the_workers_cut_one_by_one(measured, name):
     traced, profile = measured[name]
     for stages, count in [(1, 1), (2, 2), (3, 3), (4, 4), (4, 2), (6, 3), (5, 2), (len(traced.layers), 4)]:

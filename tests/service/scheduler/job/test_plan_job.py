@@ -59,7 +59,7 @@ def costs_of(profiles, **changes):
 
 
 @some_by_day("seed", range(2), by_day=1)
-@pytest.mark.parametrize("schedule", ["auto", "1f1b", "gpipe"])
+@some_by_day("schedule", ["auto", "1f1b", "gpipe"], by_day=1)
 def test_microbatches_stages_placement_and_cut_of_a_job_are_those_of_brute_force(seed, schedule):
     counts = microbatch_counts(job())
     assert counts == (1, 2, 3, 6)

@@ -37,7 +37,7 @@ def exchange(program, a, b):
     program[b] = replace(first, wait=second.wait, record=second.record)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@some_by_day("overlap", [True, False], by_day=1)
 @pytest.mark.parametrize("contention", CONTENTIONS)
 @some_by_day("schedule", ["eager-1f1b", "1f1b", "zb-h1"], by_day=1)
 def test_every_wait_is_needed(contention, overlap, schedule):

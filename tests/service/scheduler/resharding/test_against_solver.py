@@ -16,6 +16,7 @@ from tests.service.scheduler.resharding.linear import least_elements
 from tests.service.scheduler.resharding.solver import least_slots
 
 
+@pytest.mark.slow
 def test_small_plans_are_optimal_but_for_the_lag_of_a_chain():
     tried = optimal = 0
     for seed in range(400):
@@ -34,6 +35,7 @@ def test_small_plans_are_optimal_but_for_the_lag_of_a_chain():
     assert optimal >= 0.95 * tried  # the others: one sender and several hosts, an element late
 
 
+@pytest.mark.slow
 def test_the_bound_is_what_a_linear_program_says_that_cards_carry():
     for seed in range(1000, 1150):
         given, source, target, _ = random_case(seed)

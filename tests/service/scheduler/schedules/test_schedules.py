@@ -132,6 +132,7 @@ def v_chain(meshes, microbatches, **fields):
     )
 
 
+@pytest.mark.slow
 def test_zb_v_needs_the_memory_of_1f1b_and_leaves_the_bubble_of_one_forward_a_mesh():
     for meshes in range(1, 9):
         for microbatches in range(1, 20):

@@ -107,6 +107,7 @@ def test_the_peak_of_a_mesh_is_what_a_hand_count_says():
     assert last.peak_memory_bytes == 2 + 3 + 3
 
 
+@pytest.mark.slow
 def test_a_named_schedule_over_memory_is_refused_with_the_bytes_that_it_needs():
     data = bytes_chain(4, 8, 3, schedule="gpipe")
     for mesh in data["meshes"]:

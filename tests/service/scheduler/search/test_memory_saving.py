@@ -48,6 +48,7 @@ def test_half_the_microbatches_are_enough_where_a_limit_says_so():
     assert make_plan(load_spec(limited)).makespan_s == pytest.approx(plan.makespan_s)
 
 
+@pytest.mark.slow
 def test_where_a_limit_asks_for_it_the_optimum_is_found_with_the_fewest_microbatches():
     data = chain(4, 16, schedule="auto", contention="full-duplex", transfer=0.25, split_backward=True)
     plan = make_plan(load_spec(data))

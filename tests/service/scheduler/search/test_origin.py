@@ -4,6 +4,7 @@ from importlib.metadata import version
 
 import numpy as np
 import ortools
+import pytest
 
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import load_spec
@@ -25,6 +26,7 @@ def test_the_same_spec_and_budget_give_the_same_plan():
     assert make_plan(spec, budget_s=0.5) == make_plan(spec, budget_s=0.5)
 
 
+@pytest.mark.slow
 def test_the_seed_that_is_named_is_the_one_that_is_used(monkeypatch):
     seen = []
     genuine = np.random.default_rng

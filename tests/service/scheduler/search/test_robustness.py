@@ -17,6 +17,7 @@ def run_with(plan, data):
     return replay(*read_programs(spec, programs)).timeline.makespan
 
 
+@pytest.mark.slow
 def test_a_plan_run_with_four_times_the_transfers_keeps_the_slack_that_memory_saving_could_spend():
     planned = chain(8, 32, transfer=0.25, schedule="auto", contention="link")
     plan = make_plan(load_spec(planned))

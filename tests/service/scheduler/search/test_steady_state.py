@@ -70,6 +70,7 @@ def test_what_a_short_step_finds_shortens_a_long_one():
     assert found < rulewise
 
 
+@pytest.mark.slow
 def test_a_long_step_is_planned_by_the_rules_that_are_best_on_a_short_one():
     data = measured(32, 256, 288)
     problem = build_problem(load_spec(data), split=True)

@@ -45,6 +45,7 @@ def worst_of_the_rules(problem):
     return max((timeline for timeline in found if timeline is not None), key=lambda one: one.makespan)
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(data=random_specs())
 def test_exchanged_orders_are_no_longer_and_keep_memory_causes_and_resources(data):

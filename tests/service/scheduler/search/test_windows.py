@@ -44,6 +44,7 @@ def solved(problem, timeline, **options):
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(data=random_specs())
 def test_every_window_holds_a_longest_path_and_its_own_order_gives_the_same_timeline(data):
@@ -117,6 +118,7 @@ def test_parts_of_a_v_of_many_microbatches_are_solved_and_shorten_it(monkeypatch
     assert keeps_activation_limits(problem, found.lanes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", ["activation_limit_bytes", "memory_bytes"])
 def test_an_answer_of_the_solver_that_a_replay_does_not_bear_out_is_not_taken(monkeypatch, limit):
     if limit == "memory_bytes":

@@ -200,6 +200,7 @@ def test_the_baselines_have_their_known_makespans():
         assert lockstep_timeline(unit).makespan == rows
 
 
+@pytest.mark.slow
 def test_no_baseline_beats_auto():
     for contention in ("none", "link", "full-duplex", "half-duplex"):
         spec = load_spec(chain(4, 6, contention=contention, skips=((0, 3),), schedule="auto"))

@@ -74,6 +74,7 @@ def test_beside_a_straggler_layers_that_move_away_from_it_take_as_long_as_where_
     assert cut.step_s == pytest.approx(makespan(run(other, planned, World(meshes={"m1": 2.0}))), rel=0.08)
 
 
+@pytest.mark.slow
 def test_a_cut_that_is_as_good_as_any_is_left_alone():
     profile, made = cut_job((0, 3, 6))
     best = min(

@@ -65,6 +65,7 @@ def test_gaps_and_slots_together_cover_every_compute_lane(spec: PipelineSpec):
             assert end_s == pytest.approx(start_s, abs=1e-6)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(specs())
 def test_a_plan_with_overlap_leaves_no_gap_without_a_cause(spec: PipelineSpec):

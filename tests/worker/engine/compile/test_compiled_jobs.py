@@ -85,6 +85,7 @@ def of_the_first(output, target):
     return nn.functional.cross_entropy(output[0], target)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_generated_code")
 def test_a_stage_whose_loss_leaves_an_output_unused_trains_no_weight_that_the_plain_model_does_not():
     """AdamW shrinks a weight whose gradient is zero, and leaves one alone that has none."""
@@ -123,6 +124,7 @@ def test_no_step_compiles_and_a_job_that_cannot_be_compiled_trains_as_it_did(mon
         )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_generated_code")
 def test_layers_are_measured_compiled_and_the_profile_says_so_under_a_key_of_its_own(monkeypatch):
     spec = job(stages=1, meshes=1)

@@ -48,6 +48,7 @@ def test_by_inductor_a_stage_has_the_values_and_gradients_of_the_traced_one():
     assert before == calls(stage) == [1] * compiled_pieces(stage)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_generated_code")
 def test_a_stage_with_dropout_has_the_values_gradients_and_masks_of_the_traced_one():
     stage, state = gpt_stage(dropout=0.2)
@@ -82,6 +83,7 @@ def test_steps_on_other_threads_with_other_weights_compile_nothing(caplog):
     assert "runs as traced" not in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_generated_code")
 def test_what_it_was_not_compiled_for_runs_as_traced_and_is_told(caplog):
     stage, _ = gpt_stage()
@@ -95,6 +97,7 @@ def test_what_it_was_not_compiled_for_runs_as_traced_and_is_told(caplog):
     assert "stage s0 runs as traced from here on: it got other arguments" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_generated_code")
 def test_a_backward_in_two_parts_makes_the_gradients_of_the_whole_one():
     """What is compiled is several nodes between draws."""
@@ -214,6 +217,7 @@ def test_where_torch_compile_is_switched_off_that_is_told(monkeypatch):
     assert "unset TORCH_COMPILE_DISABLE" in one.notes[0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_generated_code")
 def test_compiling_leaves_no_gradient_and_moves_no_generator():
     stage, _ = gpt_stage()
@@ -229,6 +233,7 @@ def test_compiling_leaves_no_gradient_and_moves_no_generator():
     assert all(p.grad is None for p in stage.parameters())
 
 
+@pytest.mark.slow
 def test_a_time_limit_ends_what_looks_at_no_clock_and_nothing_else():
     with pytest.raises(OverdueError), time_limit(0.2):
         while True:

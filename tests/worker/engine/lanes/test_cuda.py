@@ -222,7 +222,7 @@ def test_receives_that_wait_for_nothing_overwrite_what_is_still_needed(monkeypat
     assert not all(runs_right(monkeypatch, case, seed, forget) for seed in range(12))
 
 
-@pytest.mark.parametrize("seed", range(15))
+@some_by_day("seed", range(15), by_day=5)
 def test_streams_and_events_alone_order_every_pair_that_must_be_ordered(seed, monkeypatch):
     rng = random.Random(seed)
     graph = random_graph(rng)

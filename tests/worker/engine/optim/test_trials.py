@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.tiers import some_by_day
 from tests.worker import odd_optimizers
 from tests.worker.engine.optim.test_zero1 import OPTIMIZERS
 from tests.worker.odd_jobs import Rowwise
@@ -111,7 +112,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@some_by_day("case", REFUSED, by_day=7)
 def test_an_optimizer_that_looks_across_parameters_is_refused_on_several_meshes(case):
     make, name = REFUSED[case]
     said = (
@@ -161,7 +162,7 @@ PASSING = {
 }
 
 
-@pytest.mark.parametrize("case", PASSING)
+@some_by_day("case", PASSING, by_day=14)
 def test_an_optimizer_that_updates_each_parameter_by_itself_passes_on_several_meshes(case):
     assert check_on_meshes(PASSING[case]) == ""
 

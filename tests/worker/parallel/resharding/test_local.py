@@ -17,6 +17,7 @@ from service.scheduler.resharding.resharding import (
     plan_send_and_receive,
 )
 from tests.service.scheduler.resharding.cases import LITERATURE, random_case
+from tests.tiers import some_by_day
 from tests.worker.parallel.resharding.cases import part_of, trial
 from worker.contract.resharding import ReshardingPlan
 from worker.parallel.resharding import Resharder
@@ -40,7 +41,7 @@ def run_everywhere(plan, source, target, seed: int, reshardings: int = 1) -> lis
         return list(pool.map(run, names))
 
 
-@pytest.mark.parametrize("case", LITERATURE, ids=lambda case: case.name)
+@some_by_day("case", LITERATURE, ids=lambda case: case.name, by_day=4)
 @pytest.mark.parametrize("local", [None, 8.0])
 def test_the_layouts_of_the_literature_arrive_bit_for_bit(case, local):
     source, target = case.layouts()
@@ -48,7 +49,7 @@ def test_the_layouts_of_the_literature_arrive_bit_for_bit(case, local):
     assert all(run_everywhere(plan, source, target, seed=1))
 
 
-@pytest.mark.parametrize("seed", range(60))
+@some_by_day("seed", range(60), by_day=20)
 def test_random_layouts_arrive_bit_for_bit(seed):
     tensor, source, target, links = random_case(seed, largest=9)
     plan = plan_resharding(tensor, source, target, links, messages=100)

@@ -9,6 +9,7 @@ import pytest
 from service.scheduler.resharding.layout import Links, Tensor
 from service.scheduler.resharding.resharding import plan_gather_then_send, plan_resharding
 from tests.service.scheduler.resharding.cases import LITERATURE, random_case
+from tests.tiers import some_by_day
 from tests.worker.cuda_workers import Watched
 from tests.worker.parallel.resharding.cases import bits, dtype_of, part_of, strided, whole_tensor
 from worker.contract.resharding import ReshardingPlan, message_rounds
@@ -63,14 +64,14 @@ def everywhere(monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("case", LITERATURE, ids=lambda case: case.name)
+@some_by_day("case", LITERATURE, ids=lambda case: case.name, by_day=3)
 def test_the_layouts_of_the_literature_arrive_bit_for_bit(case, everywhere):
     source, target = case.layouts()
     plan = plan_resharding(Tensor((8, 16, 6), 4), source, target, Links(1.0, 8.0), messages=60)
     assert all(everywhere(plan, source, target, seed=1))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@some_by_day("seed", range(12), by_day=4)
 def test_random_layouts_arrive_bit_for_bit(seed, everywhere):
     tensor, source, target, links = random_case(seed, largest=6)
     plan = plan_resharding(tensor, source, target, links, messages=40)

@@ -50,7 +50,7 @@ FAMILIES = {
 }
 
 
-@some_by_day("name", FAMILIES, by_day=3)
+@some_by_day("name", FAMILIES, by_day=1)
 def test_a_family_shares_its_matrices(name):
     transformers = pytest.importorskip("transformers")
     config, arguments, parts = FAMILIES[name]
