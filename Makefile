@@ -60,7 +60,7 @@ $(DEMO_READY): pyproject.toml constraints.txt
 
 $(READY): $(DEMO_READY)
 	@echo "installing the tools of developers into $(VENV)"
-	@$(PIP_INSTALL) --editable '.[dev]'
+	@$(PIP_INSTALL) --no-compile --editable '.[dev]'
 	@touch $@
 
 demo: $(DEMO_READY)

@@ -251,10 +251,11 @@ class Training(SpecPart):
         default="stop",
         description="Effect of a loss or gradient norm that is NaN or infinite: stop ends the job, skip skips the update",
     )
-    loss_reduction: Literal["mean", "tokens"] = Field(
+    loss_reduction: Literal["mean", "tokens", "microbatches"] = Field(
         default="mean",
         description="Weight of microbatches: mean: equal; tokens: by the number of targets that the loss does not ignore "
-        "(ignore_index in loss.args, -100 where it is not there), as if the batch were one",
+        "(ignore_index in loss.args, -100 where it is not there), or what count_targets(target) of the loss returns. Both "
+        "are tried to make up the loss of the batch as one; microbatches: equal and not tried, each is a batch of its own",
     )
     check_trace: bool = Field(
         default=True,

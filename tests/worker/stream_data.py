@@ -91,6 +91,61 @@ class Stateful(Tokens):
         self._at = 0
 
 
+class BeginsWhereItWasSent(Tokens):
+    """Goes to a place by itself, and begins every further epoch there."""
+
+    def __init__(self, length: int):
+        super().__init__(length)
+        self._begin = self._now = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"now": self._now}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._begin = self._now = state["now"]
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(self._begin, self.length):
+            self._now = number + 1
+            yield tokens_of(number)
+
+
+class ShuffledWhereItWasSent(BeginsWhereItWasSent):
+    """The same, in another order each epoch, which it is told."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        order = np.random.default_rng(self.epoch).permutation(self.length)
+        for number in range(self._begin, self.length):
+            self._now = number + 1
+            yield tokens_of(int(order[number]))
+
+
+class CountingStateful(Tokens):
+    """Goes to a place by itself, in another order each epoch, which it counts."""
+
+    def __init__(self, length: int):
+        super().__init__(length)
+        self._epoch = self._at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "at": self._at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._epoch, self._at = state["epoch"], state["at"]
+
+    def __iter__(self) -> Iterator[Any]:
+        order = np.random.default_rng(self._epoch).permutation(self.length)
+        while self._at < self.length:
+            self._at += 1
+            yield tokens_of(int(order[self._at - 1]))
+        self._epoch, self._at = self._epoch + 1, 0
+
+
 class StatefulIterator:
     """As Stateful, but its iterators have the state."""
 

@@ -42,6 +42,7 @@ from worker.actor.optimizer import (
     make_loss,
     make_optimizer,
     make_schedule,
+    target_counter,
 )
 from worker.actor.saver import SavedState, ShardWriteResult, SnapshotMemory, WorkerCheckpoints
 from worker.actor.step_result import EvaluatedBatch, PreparedProgram, WorkerStep
@@ -332,7 +333,13 @@ class Worker:
         parallelism splits them."""
         training, schedule = self._job.training, self._job.optimizer.schedule
         program, limits = assignment.program, assignment.slot_limits
-        options = run_options(self._job, self._mesh, limits=limits, device=self._device)
+        options = run_options(
+            self._job,
+            self._mesh,
+            limits=limits,
+            device=self._device,
+            count_targets=target_counter(self._job, self._loss),
+        )
         collectives = engine_collectives(transport, program, assignment.mesh_of_stage, graph.tied, options)
         self._tensor_shards, own = None, whole
         if options.tensor > 1:
@@ -479,6 +486,7 @@ class Worker:
             tokens_per_sample=self._batches.tokens_per_sample,
             gpu=self._gpu.read(),
             difference=result.difference,
+            without_targets=result.without_targets,
         )
 
     def prepare_program(self, program: MeshProgram) -> PreparedProgram:

@@ -6,13 +6,15 @@ Also the options by which its engine runs. Must not know the driver.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from worker.actor.optimizer import target_ignore_index
+import torch
+
 from worker.contract.job import Job, LossScaling
 from worker.contract.planned import MeshProgram, PlannedJob
 from worker.engine.results import RunOptions, SlotLimits
+from worker.model.pytree import Target
 from worker.transport.base import Topology, topology_of
 
 
@@ -101,8 +103,15 @@ def make_assignments(
     ]
 
 
-def run_options(job: Job, mesh: str, *, limits: SlotLimits, device: str) -> RunOptions:
-    """The options by which the engine of a worker of `mesh` trains `job`."""
+def run_options(
+    job: Job,
+    mesh: str,
+    *,
+    limits: SlotLimits,
+    device: str,
+    count_targets: Callable[[Target], torch.Tensor] | None = None,
+) -> RunOptions:
+    """The options by which the engine of a worker of `mesh` trains `job`, whose microbatches weigh by `count_targets`."""
     training = job.training
     summed = job.tp_size(mesh) > 1 or training.sync_batch_norm  # inside a forward, with other workers
     return RunOptions(
@@ -110,7 +119,7 @@ def run_options(job: Job, mesh: str, *, limits: SlotLimits, device: str) -> RunO
         transfers=training.transfers,
         clip_grad_norm=training.clip_grad_norm,
         non_finite=training.non_finite,
-        ignored_target=target_ignore_index(job),
+        count_targets=count_targets,
         seed=training.seed,
         tensor=job.tp_size(mesh),
         sync_batch_norm=training.sync_batch_norm,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from worker.actor.loss import takes_inputs
-from worker.contract.failures import as_failure, attributed_to
+from worker.contract.failures import AttemptFailure, as_failure, attributed_to
 from worker.contract.job import AUTO, SKIP_LIMIT_S, Data, Job
 from worker.contract.profile import FactoryError
 from worker.contract.reasons import Reason
@@ -96,6 +96,15 @@ class Batches:
     def rows(self, microbatches: int) -> int:
         """The number of this worker's samples in each of `microbatches`."""
         return self._job.training.global_batch // microbatches // self._workers_per_mesh
+
+    @property
+    def global_batch(self) -> int:
+        return self._job.training.global_batch
+
+    def is_first_step(self, step: int) -> bool:
+        """True if no step before `step` has samples of this data."""
+        order = self._microbatches.order
+        return order.begin(step) == order.begin(order.origin[0] if order.origin else order.first_step)
 
     @attributed_to(Reason.DATA_FAILED)
     def microbatch(self, step: int, microbatch: int) -> MicrobatchTensors:
@@ -304,12 +313,18 @@ class StageReader:
             raise as_failure(error, Reason.DATA_FAILED) from None
 
     def has(self, step: int) -> bool | None:
-        """True where there are samples for this step, None where none are read; raises as `take`."""
+        """True where there are samples for this step, None where none are read; raises as `take`, and where the data has too
+        few for its first step."""
         if self._reader is None:
             return None
         try:
             self.take(step, first=True)
-        except DataEndedError:
+        except DataEndedError as error:
+            if self._batches.is_first_step(step):
+                raise AttemptFailure(
+                    Reason.DATA_FAILED,
+                    f"there is no step at all: training.global_batch is {self._batches.global_batch}, and {error.message}",
+                ) from None
             return False
         return True
 

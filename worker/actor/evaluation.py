@@ -18,7 +18,7 @@ from torch import nn
 from worker.actor.assignment import Assignment, run_options
 from worker.actor.batch_feed import Batches, StageReader
 from worker.actor.loss import JobLoss, Metrics
-from worker.actor.optimizer import target_ignore_index
+from worker.actor.optimizer import target_counter
 from worker.actor.step_result import EvaluatedBatch
 from worker.contract.failures import attributed_to
 from worker.contract.job import Job
@@ -28,7 +28,7 @@ from worker.data.microbatches import MicrobatchTensors
 from worker.engine.engine import Engine, engine_collectives
 from worker.engine.local_stages import LocalStages
 from worker.model.eval_mode import EvaluationStages
-from worker.model.pytree import Target, count_tokens
+from worker.model.pytree import Target
 from worker.parallel.collectives import Collectives
 from worker.parallel.process_groups import dp_group
 from worker.transport.base import Transport
@@ -141,7 +141,7 @@ class Evaluator:
         self._stages, self._batches, self._loss = stages, batches, loss.with_output_spec(stages.tree_spec)
         self._device = device
         mesh, limits, program = assignment.mesh, assignment.slot_limits, assignment.evaluation
-        self._ignored, self._tensor = target_ignore_index(job), job.tp_size(mesh)
+        self._count, self._tensor = target_counter(job, loss), job.tp_size(mesh)
         self._reader = StageReader(
             stages.stages,
             batches,
@@ -151,7 +151,7 @@ class Evaluator:
         )
         options = replace(
             run_options(job, mesh, limits=limits, device=device),
-            ignored_target=None,
+            count_targets=None,
             keeps_random=True,
             sharded=(),
         )
@@ -200,7 +200,7 @@ class Evaluator:
             torch.cuda.synchronize()
 
     def _weight(self, target: Target) -> float:
-        return 1.0 if self._ignored is None else float(count_tokens(target, self._ignored))
+        return 1.0 if self._count is None else float(self._count(target))
 
     def _loss_without_side_effects(self, output: Any, target: Target) -> tuple[torch.Tensor, Metrics]:
         with loss_state_restored(self._loss.target):

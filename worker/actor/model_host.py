@@ -20,10 +20,11 @@ from torch import nn
 
 from worker.actor.device import tf32_notes
 from worker.actor.loss import JobLoss
-from worker.actor.optimizer import check_parameter_groups, make_loss
+from worker.actor.optimizer import check_parameter_groups, ignored_target, make_loss, target_counter
 from worker.checkpoint.record import RECORD_SHARD, ModelRecord, make_record, record_to_state, unused_tensors
 from worker.checkpoint.sources import check_weights, fill_stages, fill_tensors
 from worker.checks.hazards import SKIP_CHECK_HINT, check_trainable, unchecked_state
+from worker.checks.loss_reduction import Rows, check_loss_reduction
 from worker.checks.sharding import SamplesByRank, check_batch_sharding
 from worker.checks.trace import (
     OwnBackwardError,
@@ -271,13 +272,14 @@ class JobModel:
                 f"and {free_bytes:,} are free",
             )
         loss = functools.partial(self._make_loss, device)
+        options = {"further": further, "check_loss": self._check_loss, "device": device}
         try:
             try:
-                notes = check_trace(self._built, traced, loss, target, further=further, device=device)
+                notes = check_trace(self._built, traced, loss, target, **options)
             except OwnBackwardError:
                 if not self._trace_own_backwards(traced):
                     raise
-                notes = check_trace(self._built, self._traced, loss, target, further=further, device=device)
+                notes = check_trace(self._built, self._traced, loss, target, **options)
             if self._job.evaluation is not None:
                 evaluated = self._traced_in_eval_mode(traced.example_inputs)
                 evaluated_loss = functools.partial(self._make_loss, device, evaluated)
@@ -296,6 +298,16 @@ class JobModel:
             )
         return self._notes_unchecked(
             traced, f"the traced model was not compared with the model itself on the accelerator: {lack}"
+        )
+
+    def _check_loss(self, seen: Sequence[Rows]) -> list[str]:
+        """Notes on whether the losses of microbatches make up that of a batch; refuses a loss of which they do not."""
+        job = self._job
+        if job.loss is None or job.training.loss_reduction == "microbatches":
+            return []
+        loss = self._make_loss(self._device)
+        return check_loss_reduction(
+            loss, seen, count=target_counter(job, loss), ignored=ignored_target(job.loss)
         )
 
     def _notes_unchecked(self, traced: TracedModel, why: str) -> list[str]:

@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from worker.actor.loss import JobLoss
+from worker.checks.loss_reduction import COUNT_ATTRIBUTE
 from worker.contract.failures import attributed_to
 from worker.contract.job import Factory, Job, Optimizer, ParameterGroup
 from worker.contract.profile import FactoryError, ModelError, OptimizerState
@@ -35,7 +36,14 @@ from worker.engine.optim.trials import (
     check_tensor_parallel_optimizer,
     check_zero1_optimizer,
 )
-from worker.model.factory import call_factory, check_patterns_match, pattern_matches, resolve
+from worker.model.factory import (
+    build_arguments,
+    call_factory,
+    check_patterns_match,
+    pattern_matches,
+    resolve,
+)
+from worker.model.pytree import Target, Targets, count_tokens
 
 
 def parameter_groups(
@@ -44,7 +52,7 @@ def parameter_groups(
     """The parameter groups that the optimizer gets in place of `parameters`, whose names are `names`."""
     made: list[dict[str, Any]] = [{"params": [], GROUP_NUMBER_KEY: 0}]
     made += [
-        {"params": [], GROUP_NUMBER_KEY: number, **group.settings}
+        {"params": [], GROUP_NUMBER_KEY: number, **build_arguments(group.settings)}
         for number, group in enumerate(groups, start=1)
     ]
     for name, parameter in zip(names, parameters, strict=True):
@@ -105,11 +113,12 @@ def make_loss(spec: Factory | None, device: str = "cpu") -> JobLoss:
     """
     if spec is None:
         return JobLoss("of the model itself", lambda output, _: output)
-    path, arguments = spec.factory, dict(spec.args)
+    path = spec.factory
     target = resolve(path)
     if not isinstance(target, type):
+        arguments = tree_map(lambda value: _on(device, value), build_arguments(spec.args))
         return JobLoss(path, functools.partial(target, **arguments))
-    loss = call_factory(path, arguments)
+    loss = call_factory(path, spec.args)
     if isinstance(loss, nn.Module):
         if trained := [name for name, p in loss.named_parameters() if p.requires_grad]:
             raise FactoryError(
@@ -120,11 +129,48 @@ def make_loss(spec: Factory | None, device: str = "cpu") -> JobLoss:
     return JobLoss(path, loss)
 
 
-def target_ignore_index(job: Job) -> int | None:
-    """The target value that is no token, where microbatches count by their tokens; None where they count equally."""
-    if job.training.loss_reduction != "tokens":
+def _on(device: str, value: Any) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def ignored_target(spec: Factory) -> int:
+    """The value of a target that is none, for a job's loss: as in torch ignore_index, -100 where it is not given."""
+    return int(spec.args.get("ignore_index", -100))
+
+
+def target_counter(job: Job, loss: JobLoss) -> Callable[[Target], torch.Tensor] | None:
+    """The function of a target by whose value microbatches weigh; None where they count equally.
+
+    It is the loss's own count_targets, or the sum of the class weights by which torch's cross entropy divides, or the
+    number of entries that are not ignored.
+    """
+    if job.training.loss_reduction != "tokens" or job.loss is None:
         return None
-    return int((job.loss.args if job.loss else {}).get("ignore_index", -100))
+    function = loss.target.func if isinstance(loss.target, functools.partial) else loss.target
+    own = getattr(function, COUNT_ATTRIBUTE, None)
+    if own is not None:
+        return lambda target: torch.as_tensor(own(target.target if isinstance(target, Targets) else target))
+    ignored = ignored_target(job.loss)
+    return lambda target: _class_weights_or_count(target, ignored, _class_weights(loss.target))
+
+
+def _class_weights(target: Any) -> torch.Tensor | None:
+    """The class weights of torch's cross entropy or negative log likelihood."""
+    if isinstance(target, nn.CrossEntropyLoss | nn.NLLLoss):
+        return target.weight
+    if isinstance(target, functools.partial) and target.func in (
+        nn.functional.cross_entropy,
+        nn.functional.nll_loss,
+    ):
+        return target.keywords.get("weight")
+    return None
+
+
+def _class_weights_or_count(target: Target, ignored: int, weights: torch.Tensor | None) -> torch.Tensor:
+    if weights is None or not isinstance(target, torch.Tensor) or target.is_floating_point():
+        return count_tokens(target, ignored)
+    counted = target != ignored
+    return torch.where(counted, weights.to(target.device)[torch.where(counted, target, 0)], 0.0).sum()
 
 
 @attributed_to(Reason.USER_CODE_RAISED)
@@ -138,7 +184,7 @@ def make_optimizer(
     path, arguments = spec.factory, dict(spec.args)
     groups = spec.groups if isinstance(spec, Optimizer) else ()
     try:
-        target = resolve(path)
+        target, arguments = resolve(path), build_arguments(arguments)
         grouped = parameter_groups(groups, names, parameters) if names and groups else parameters
         optimizer = target(grouped, **arguments, **_fused_flag(target, arguments, parameters))
     except FactoryError:
@@ -327,7 +373,7 @@ def make_schedule(spec: Factory, optimizer: torch.optim.Optimizer) -> Any:
     path, arguments = spec.factory, dict(spec.args)
     call = f"schedule {path!r}({_call_arguments('optimizer', arguments)})"
     try:
-        schedule = resolve(path)(optimizer, **arguments)
+        schedule = resolve(path)(optimizer, **build_arguments(arguments))
     except FactoryError:
         raise
     except Exception as error:

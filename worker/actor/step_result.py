@@ -16,7 +16,8 @@ class WorkerStep:
     """One optimizer step. `losses` (one a microbatch, not divided by their number) and `metrics` by name are given only
     where the model's output is; `slots` are on this worker's clock. `grad_norm` and `learning_rate` are None on a mesh
     without trained parameters, `loss_scale` but in fp16, `gpu` where it was not read. `skipped`: no update was made,
-    because gradients `overflowed` in fp16 or a number was not finite. `difference`: that of StepResult."""
+    because gradients `overflowed` in fp16 or a number was not finite. `difference` and `without_targets`: those of
+    StepResult."""
 
     slots: list[MeasuredSlot]
     losses: list[float] = field(default_factory=list)
@@ -30,6 +31,7 @@ class WorkerStep:
     tokens_per_sample: int | None = None
     gpu: GpuUsage | None = None
     difference: str | None = None
+    without_targets: int = 0
 
 
 @dataclass(frozen=True)

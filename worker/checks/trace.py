@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from worker.checks import hazards
+from worker.checks.loss_reduction import Rows
 from worker.contract.failures import is_out_of_memory, leave_breadcrumb
 from worker.contract.profile import TraceError
 from worker.data.microbatches import MicrobatchTensors
@@ -85,9 +86,11 @@ def check_trace(
     target: Target,
     *,
     further: Sequence[MicrobatchTensors] = (),
+    check_loss: Callable[[Sequence[Rows]], list[str]] | None = None,
     device: str = "cpu",
 ) -> list[str]:
     """Compare `traced` with `model` on its example inputs; `target` belongs to them. What to tell of it, in notes.
+    `check_loss` is given what the model returned for some microbatches, and adds its notes.
 
     Later rounds take the rows of `further` microbatches of the same shapes as well.
 
@@ -107,6 +110,8 @@ def check_trace(
             stages = _Stages(traced, device)  # before forward changes anything
             comparison = _Comparison(model, traced, stages, (make_loss(), make_loss()), tolerance, buffers)
             notes = comparison.run(place)
+            if check_loss is not None:
+                notes += check_loss(comparison.seen)
     finally:
         drop_casts()
         leave_breadcrumb("")
@@ -176,6 +181,8 @@ class _Comparison:
     ):
         self._model, self._stages, self._tolerance, self._buffers = model, stages, tolerance, buffers
         self._loss, self._stages_loss = losses
+        self.seen: list[Rows] = []
+        """What the model returned for the first microbatches that it was given, and their targets."""
         count = len(traced.placed.outputs)
         self._outputs = range(count)
         self._names = (
@@ -242,6 +249,7 @@ class _Comparison:
         model = self._model
         watch = hazards.SideEffectWatch(model)
         expected, functions = _run_model(model, self._loss, place, self._outputs, watch)
+        self.seen.append((expected.outputs, place.target))
         moved = watch.moved
 
         def differs(prepare: Callable[[], None] | None) -> bool:
@@ -310,6 +318,8 @@ class _Comparison:
                 f"{hazards.name_movements(changed)}, which a trace keeps as it was: keep such state in a buffer "
                 f"(register_buffer) and compute with tensors; {hazards.SKIP_CHECK_HINT}"
             ) from error
+        if number <= min(len(place.further), LEAST_ROUNDS):
+            self.seen.append((expected.outputs, place.target))
         found = self._stages.run(self._stages_loss, place, self._untouched, backward=gradients)
         if not gradients:
             expected = replace(expected, gradients={}, state={})

@@ -118,8 +118,8 @@ class Training:
     """`precision` is fp32, bf16 or fp16 (with `loss_scaling`; None is GradScaler's default), `transfers` auto (tensors
     travel as they are) or bf16 (rounded, half the bytes); `non_finite` stop or skip: what a step does whose loss is no
     number. `check_trace`: compare the traced model with the model itself before the first step. `loss_reduction` mean
-    (microbatches count alike) or tokens. `sync_batch_norm`: BatchNorm normalises over all workers of a mesh. `tf32`: whether
-    products may round so on CUDA; None is torch's choice.
+    or microbatches (they count alike) or tokens. `sync_batch_norm`: BatchNorm normalises over all workers of a mesh.
+    `tf32`: whether products may round so on CUDA; None is torch's choice.
 
     `microbatches` is a number, or auto: planning chooses it (worker/contract/job.py).
     """

@@ -20,7 +20,7 @@ from worker.contract.profile import FactoryError
 from worker.contract.reasons import Reason
 from worker.data.sampler import BatchSampler, SequentialSampler, read_sample
 from worker.data.stream import DataEndedError, Stream, StreamPosition
-from worker.model.factory import call_factory, resolve
+from worker.model.factory import build_arguments, call_factory, resolve
 from worker.model.rng import RNG_LOCK, seeded
 
 Collator = Callable[[list[Any]], Any]
@@ -80,9 +80,11 @@ def make_collator(data: Data) -> Collator | None:
     with its arguments bound."""
     if data.collate is None:
         return None
-    target, arguments = resolve(data.collate.factory), data.collate.args
+    target, arguments = resolve(data.collate.factory), {}
     if isinstance(target, type):
-        target, arguments = call_factory(data.collate.factory, arguments), {}
+        target = call_factory(data.collate.factory, data.collate.args)
+    else:
+        arguments = build_arguments(data.collate.args)
     if not callable(target):
         raise FactoryError(f"data.collate {data.collate.factory!r} is a {type(target).__name__}, no function")
     return functools.partial(target, **arguments) if arguments else target

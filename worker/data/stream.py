@@ -26,6 +26,7 @@ from worker.model.rng import derive_seed, seeded
 log = logging.getLogger(__name__)
 
 _LOG_EVERY_S = 10.0
+_NOTHING = object()
 
 
 class DataEndedError(AttemptFailure):
@@ -67,6 +68,26 @@ class StreamPosition:
             None if state is None else state.numpy().tobytes(),
             saved["following"],
         )
+
+
+class _RestoredEpoch:
+    """The epoch of `place`, to which a data set was sent: checksums of the first samples that it gave from there."""
+
+    _MOST = 4
+
+    def __init__(self, place: StreamPosition) -> None:
+        self._place = place
+        self.checksums: list[str] = []
+
+    def add(self, sample: Any) -> None:
+        if len(self.checksums) < self._MOST:
+            self.checksums.append(checksum(sample))
+
+    def goes_on_with(self, first: list[str]) -> bool:
+        """True if an epoch that begins with these samples is the next one, and not this one from its place again."""
+        if not self.checksums:  # the place was this epoch's end, and what followed is of the next one
+            return first[:1] == [self._place.following]
+        return bool(first) and (self._place.within == 0 or first != self.checksums)
 
 
 class Stream:
@@ -136,6 +157,9 @@ class Stream:
         self._fresh = True  # no sample was taken from this object
         self._peeked: list[Any] = []  # the sample that was looked at
         self._place: StreamPosition | None = None  # the last that was asked for
+        self._restored: _RestoredEpoch | None = (
+            None  # until the end of the epoch to which the data set was sent
+        )
         self._position = self._epoch = self._within = 0
 
     def _next_checksum(self) -> str | None:
@@ -148,8 +172,11 @@ class Stream:
 
     def _next(self) -> Any:
         self._peek()
+        sample = self._peeked.pop(0)
+        if self._restored is not None:
+            self._restored.add(sample)
         self._position, self._within = self._position + 1, self._within + 1
-        return self._peeked.pop()
+        return sample
 
     def _peek(self) -> None:
         while not self._peeked:
@@ -188,6 +215,28 @@ class Stream:
             ) from None
         self._iterator = None
         self._epoch, self._within = self._epoch + 1, 0
+        if self._restored is not None:
+            self._leave_restored_epoch(self._restored)
+
+    def _leave_restored_epoch(self, restored: _RestoredEpoch) -> None:
+        """Have the epoch behind that of a resume from its first sample: a data set that was sent to a place may begin each
+        further epoch there.
+
+        One with set_epoch is made anew. Another may count its epochs itself, which a new one would not know: it is made
+        anew only where it would begin again with the samples behind that place, or with none."""
+        self._restored = None
+        if not self.can_set_epoch:
+            ahead, iterator = [], None
+            for number in range(max(len(restored.checksums), 1)):
+                with seeded(derive_seed(self._seed, "stream", self._epoch, number)):
+                    iterator = iterator or self._open()
+                    if (sample := next(iterator, _NOTHING)) is _NOTHING:
+                        break
+                    ahead.append(sample)
+            if restored.goes_on_with([checksum(sample) for sample in ahead]):
+                self._iterator, self._peeked = iterator, ahead
+                return
+        self._dataset, self._fresh = self._make(), True
 
     def _position_text(self) -> str:
         return (
@@ -222,6 +271,7 @@ class Stream:
         """Send the data set to `place`; True if the sample that it gives there is the one that followed."""
         self._restart()
         self._position, self._epoch, self._within = place.position, place.epoch, place.within
+        self._restored = _RestoredEpoch(place)
         try:
             saved = torch.load(io.BytesIO(place.state), weights_only=True)
             with seeded(derive_seed(self._seed, "stream", self._epoch, self._within)):

@@ -265,7 +265,7 @@ class StepPublisher:
         self._reporter, self._metrics, self._spans = reporter, metrics, spans or Spans(None)
         self._step_log, self._tracking = step_log, tracking or RunTracking()
         self._profiled_steps = ProfiledSteps(profile_every_s)
-        self._update_skipped = False
+        self._update_skipped = self._without_targets = False
 
     def publish(self, record: StepMeasurement, *, first: bool, last: bool) -> bool:
         """Report a step, and by events what became of its update and where a forward computed again differs; whether its
@@ -288,9 +288,19 @@ class StepPublisher:
             if self._link_watch is not None:
                 self._link_watch.observe(record.timeline["slots"])
         self._report_skipped_update(record)
+        self._report_missing_targets(record)
         for difference in record.differences:
             reporter.event("forward_differs", difference)
         return profiled
+
+    def _report_missing_targets(self, record: StepMeasurement) -> None:
+        before, self._without_targets = self._without_targets, record.without_targets
+        if record.without_targets and not before:
+            self._reporter.event(
+                "no_targets",
+                f"step {record.report['step']}: no microbatch has a target that counts, its loss is 0 and its gradients are "
+                "zeros: look at what the data set returns as target",
+            )
 
     def _report_skipped_update(self, record: StepMeasurement) -> None:
         step, scaling = record.report["step"], record.scaling

@@ -28,12 +28,15 @@ def mean_metrics(results: Sequence[WorkerStep]) -> dict[str, float]:
 
     Raises AttemptFailure USER_CODE_RAISED where workers have metrics of different names.
     """
-    metrics_of = [result.metrics for result in results if result.losses]
-    means = {}
-    for name in metric_names(metrics_of):
-        values = [value for metrics in metrics_of for value in metrics[name]]
-        means[name] = sum(values) / len(values)
-    return means
+    counted = [result for result in results if result.losses]
+    names = metric_names([result.metrics for result in counted if not _is_left_out(result)])
+    number = sum(len(result.losses) for result in counted)
+    return {name: sum(sum(result.metrics.get(name, ())) for result in counted) / number for name in names}
+
+
+def _is_left_out(result: WorkerStep) -> bool:
+    """True if the loss was not called, since no microbatch of this worker has a target."""
+    return result.without_targets == len(result.losses)
 
 
 def metric_names(metrics_of: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -183,7 +186,7 @@ def step_usage(
 class StepMeasurement:
     """`report` is a `steps` item, `timeline` a `timelines` item of a report to the control plane; `usage`, `scaling` and
     `gpus`, by mesh and worker and only where they were read after this step, are for Prometheus. `differences`:
-    forwards that came out otherwise when they were computed again."""
+    forwards that came out otherwise when they were computed again. `without_targets`: nothing in the step was a target."""
 
     report: dict[str, Any]
     timeline: dict[str, Any]
@@ -191,6 +194,7 @@ class StepMeasurement:
     scaling: StepScaling
     gpus: Mapping[tuple[str, int], Any] = field(default_factory=dict)
     differences: Sequence[str] = ()
+    without_targets: bool = False
 
 
 def measure_step(
@@ -275,6 +279,7 @@ def measure_step(
             for worker, rank in enumerate(own)
             if (difference := results[rank].difference) is not None
         ],
+        without_targets=bool(losses) and sum(result.without_targets for result in results) == len(losses),
     )
 
 

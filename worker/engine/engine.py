@@ -72,6 +72,7 @@ def step_result(
         loss_scale=updated.loss_scale,
         overflowed=updated.overflowed,
         difference=None if check is None else check.difference(),
+        without_targets=state.weights.count(0.0) if state.weights is not None else 0,
     )
 
 
@@ -438,8 +439,8 @@ class Engine:
             transfer_dtype=self._transfer_dtype,
             is_pooled=lambda tensor: self._buffers.contains(tensor),
             weights=None
-            if (ignored := self._options.ignored_target) is None
-            else lambda targets: token_weights(targets, ignored, self._collectives, self._options.tensor),
+            if (count := self._options.count_targets) is None
+            else lambda targets: token_weights(targets, count, self._collectives, self._options.tensor),
             keeps_random=self._options.keeps_random,
             scaler=self._update.scaler,
         )

@@ -5,7 +5,7 @@ All errors survive pickling, so that they reach the driver whole; errors of a tr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,8 +101,9 @@ class RunOptions:
     `precision`: "fp32" (the modules' own dtypes), "bf16" or "fp16" (autocast, fp32 parameters; fp16 with
     `loss_scaling`); `transfers`: see `transfer_dtype`; `seed` None leaves torch's RNG state alone; `non_finite`: a NaN or
     infinite loss or gradient norm ends the run ("stop") or the step ("skip"); `keeps_random`: a program without backward
-    draws by `seed` too, and the RNGs of the process are restored afterwards. With an `ignored_target` microbatches weigh
-    by the number of their other targets. `sync_batch_norm`: see parallel/sync_batch_norm.py. Meshes in `sharded` shard
+    draws by `seed` too, and the RNGs of the process are restored afterwards. With `count_targets` microbatches weigh by
+    what it counts in their targets, and the loss is not called for one without any. `sync_batch_norm`: see
+    parallel/sync_batch_norm.py. Meshes in `sharded` shard
     the optimizer state (ZeRO-1); `tensor` is the tensor-parallel size. Of the steps up to `spot_check_until`
     one forward is computed again (spot_check.py); None: of none.
     """
@@ -112,7 +113,7 @@ class RunOptions:
     clip_grad_norm: float | None = None
     seed: int | None = 0
     non_finite: str = "stop"
-    ignored_target: int | None = None
+    count_targets: Callable[[Any], torch.Tensor] | None = None
     tensor: int = 1
     keeps_random: bool = False
     sharded: tuple[str, ...] = ()
@@ -150,7 +151,8 @@ class StepResult:
 
     `losses` (and `metrics` by name) have a number per microbatch, not divided by their count, only where the model's output
     is; `outputs` are the model's outputs there, of a program without backward. `loss_scale` and `overflowed`: see
-    UpdateResult. `difference`: a forward of the step that was computed again came out otherwise."""
+    UpdateResult. `difference`: a forward of the step that was computed again came out otherwise. `without_targets`: how many
+    microbatches were left out, as nothing in them is a target."""
 
     step: int
     losses: list[float]
@@ -164,3 +166,4 @@ class StepResult:
     loss_scale: float | None = None
     overflowed: bool = False
     difference: str | None = None
+    without_targets: int = 0

@@ -300,18 +300,17 @@ class StageRunner:
 
     def _loss(self, output: torch.Tensor | tuple[torch.Tensor, ...], microbatch: int) -> torch.Tensor:
         state = self._state
+        weight = 1.0 if state.weights is None else state.weights[microbatch]
+        if weight == 0:  # a mean of nothing is no number, and its gradient none either
+            state.metrics[microbatch] = {}
+            return zero_loss(output)
         value = self._settings.loss(output, state.targets[microbatch])
         loss, metrics = value if isinstance(value, tuple) else (value, {})
         tensors = {name: _metric_tensor(metric, loss.device) for name, metric in metrics.items()}
-        if state.weights is None:
-            state.metrics[microbatch] = tensors
-            return loss
-        weight = state.weights[microbatch]  # 0: a mean of nothing is no number
-        state.metrics[microbatch] = {
-            name: torch.where(weight > 0, metric * weight, 0.0) for name, metric in tensors.items()
-        }
-        weight = weight.to(loss.dtype)
-        return torch.where(weight > 0, loss * weight, zero_loss(output))
+        if state.weights is not None:
+            loss, tensors = loss * weight, {name: metric * weight for name, metric in tensors.items()}
+        state.metrics[microbatch] = tensors
+        return loss
 
     def _random_state(self, microbatch: int) -> contextlib.AbstractContextManager:
         if self._random is None:

@@ -40,7 +40,7 @@ class ComputeSettings:
     worker: int
     transfer_dtype: Callable[[Route], torch.dtype]
     is_pooled: Callable[[torch.Tensor], bool]
-    weights: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None
+    weights: Callable[[Sequence[torch.Tensor]], list[float]] | None = None
     keeps_random: bool = False
     scaler: PipelineGradScaler | None = None
 
@@ -65,7 +65,7 @@ class StepState:
     gradient_parts: dict[tuple[int, int], dict[int, torch.Tensor | None]] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     metrics: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
-    weights: torch.Tensor | None = None
+    weights: list[float] | None = None
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def begin(
@@ -99,12 +99,17 @@ class StepState:
         return [self.outputs[m] for m in sorted(self.outputs)]
 
     def metrics_by_name(self) -> dict[str, list[float]]:
-        """The metrics of the losses by name, each a number per microbatch; on CUDA the host waits, once for all."""
-        if not any(self.metrics.values()):
+        """The metrics of the losses by name, each a number per microbatch, 0 of one that was left out; on CUDA the host
+        waits, once for all."""
+        known = next(filter(None, self.metrics.values()), None)
+        if known is None:
             return {}
-        names = list(next(iter(self.metrics.values())))
+        names, nothing = list(known), torch.zeros_like(next(iter(known.values())))
         rows = torch.stack(
-            [torch.stack([self.metrics[m][name] for name in names]) for m in sorted(self.metrics)]
+            [
+                torch.stack([self.metrics[m].get(name, nothing) for name in names])
+                for m in sorted(self.metrics)
+            ]
         )
         return dict(zip(names, rows.T.tolist(), strict=True))
 

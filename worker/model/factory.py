@@ -90,12 +90,20 @@ def call_factory(path: str, args: Mapping[str, Any] | None = None) -> Any:
     factory = resolve(path)
     if not isinstance(factory, Callable):
         raise FactoryError(f"factory {path!r} is a {type(factory).__name__}, which cannot be called")
-    args = {name: _resolve_nested_factories(value) for name, value in (args or {}).items()}
+    args = build_arguments(args)
     try:
         return factory(**args)
     except Exception as error:
         given = ", ".join(f"{key}={value!r}" for key, value in args.items())
         raise FactoryError(f"factory {path!r}({given}) raised {_error_text(error)}") from error
+
+
+def build_arguments(args: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The arguments of a factory, in which every {factory: path, args: …}, however deep, is what that factory returns.
+
+    Raises FactoryError as `call_factory`.
+    """
+    return {name: _resolve_nested_factories(value) for name, value in (args or {}).items()}
 
 
 def check_arguments(

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from worker.model.pytree import Target, count_tokens
+from worker.model.pytree import Target
 from worker.parallel.collective_log import CollectiveLog
 from worker.parallel.process_groups import dp_group, in_stage_peers
 from worker.transport.base import Lane, Transport, finish, real_view
@@ -199,16 +199,22 @@ class MutableTransport:
 
 @torch.no_grad()
 def token_weights(
-    targets: Sequence[Target], ignored: int, collectives: Collectives, tensor: int = 1
-) -> torch.Tensor:
-    """The weight of each microbatch of this worker, float64 [microbatches]; their mean over all workers of the mesh is 1.
+    targets: Sequence[Target],
+    count: Callable[[Target], torch.Tensor],
+    collectives: Collectives,
+    tensor: int = 1,
+) -> list[float]:
+    """The weight of each microbatch of this worker by what is counted in its targets; their mean over all workers of the
+    mesh is 1. On CUDA the host waits, once a step.
 
     Every worker of the mesh, of which `tensor` next to each other have the same targets, calls this at the same place
     of its program.
     """
-    tokens = torch.stack([count_tokens(target, ignored) for target in targets]).double()
+    tokens = torch.stack([count(target) for target in targets]).double()
     total, dp_size = tokens.sum(), collectives.topology.workers(collectives.mesh) // tensor
     if dp_size > 1:
         group = dp_group(collectives.mesh, collectives.worker, tensor)
         collectives.in_stage(group).all_reduce(total)
-    return tokens * (len(targets) * dp_size) / total.clamp(min=1)
+    if not total > 0:
+        return [0.0] * len(targets)
+    return (tokens * (len(targets) * dp_size) / total).tolist()

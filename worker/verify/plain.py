@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from worker.actor.loss import takes_inputs
 from worker.actor.model_host import build_job_model
-from worker.actor.optimizer import make_loss, make_optimizer, make_schedule, target_ignore_index
+from worker.actor.optimizer import make_loss, make_optimizer, make_schedule, target_counter
 from worker.checkpoint.sources import fill_model
 from worker.contract.failures import leave_breadcrumb
 from worker.contract.job import AUTOCAST_DTYPES, FP16, Job, LossScaling, Training
@@ -25,7 +25,7 @@ from worker.data.dataset import SampleOrder
 from worker.data.microbatches import BatchSlice, Microbatches, MicrobatchTensors
 from worker.model.export import mark_checkpoint_regions
 from worker.model.interface import adapt_model
-from worker.model.pytree import Target, count_tokens, target_tensors, zero_loss
+from worker.model.pytree import Target, target_tensors, zero_loss
 from worker.model.rng import derive_seed, seeded
 from worker.model.rng_ops import RngKey, RngOp, replay_rng
 from worker.transport.base import real_view
@@ -189,11 +189,12 @@ class PlainModel:
 
     def _shares(self, targets: Mapping[tuple[int, int], Target]) -> dict[tuple[int, int], float]:
         """The weight of each microbatch: 1, or relative to the mean where tokens count alike."""
-        ignored = target_ignore_index(self._job)
-        if ignored is None:
+        count = target_counter(self._job, self._loss)
+        if count is None:
             return dict.fromkeys(targets, 1.0)
-        tokens = {at: int(count_tokens(target, ignored)) for at, target in targets.items()}
-        return {at: count * len(tokens) / max(sum(tokens.values()), 1) for at, count in tokens.items()}
+        tokens = {at: float(count(target)) for at, target in targets.items()}
+        total = sum(tokens.values())
+        return {at: number * len(tokens) / total if total > 0 else 0.0 for at, number in tokens.items()}
 
     def _run(
         self, step: int, at: tuple[int, int], inputs: tuple[Tensor, ...], target: Target, share: float

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from worker.actor.batch_feed import Batches
+from worker.actor.batch_feed import Batches, StageReader
 from worker.contract.failures import AttemptFailure
 from worker.contract.job import Job
 from worker.contract.reasons import Reason
@@ -191,6 +192,28 @@ def test_a_step_that_begins_at_a_sample_has_what_comes_there_and_so_has_a_resume
     resumed.begin_at(11, 16)
     resumed.go_to(11, moved.position(11))
     assert torch.equal(step_rows(resumed, 11), rows[4])
+
+
+@pytest.mark.parametrize(
+    ("factory", "says"),
+    [
+        ("small_data:Numbered", "its 3 samples have no 4 for 1 steps of 4"),
+        ("tests.worker.stream_data:Tokens", "ended after 3 samples: give more, or set data.at_end to repeat"),
+    ],
+)
+def test_data_of_fewer_samples_than_a_batch_is_refused_with_both_numbers(factory: str, says: str):
+    few = four_at_a_time(factory, at_end="stop", length=3)
+    stage = SimpleNamespace(inputs=["input:0"], outputs=["output"])
+    reader = StageReader({0: stage}, few, device="cpu", last=9, limit_s=60.0)
+    with pytest.raises(AttemptFailure, match=f"training.global_batch is 4, and data .*{says}") as refused:
+        reader.has(1)
+    assert refused.value.reason is Reason.DATA_FAILED
+    enough = StageReader(
+        {0: stage}, four_at_a_time(factory, at_end="stop", length=6), device="cpu", last=9, limit_s=60.0
+    )
+    assert enough.has(1) is True
+    enough.take(1)
+    assert enough.has(2) is False, "the data ends between steps"
 
 
 def test_data_that_is_read_once_ends_by_its_samples_wherever_a_step_begins():

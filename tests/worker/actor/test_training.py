@@ -19,7 +19,7 @@ from worker.actor.optimizer import (
     optimizer_state_bytes,
 )
 from worker.contract.failures import AttemptFailure
-from worker.contract.job import Factory
+from worker.contract.job import Factory, Optimizer, ParameterGroup
 from worker.contract.profile import FactoryError, OptimizerState
 from worker.contract.reasons import Reason
 from worker.engine.local_stages import LocalStages
@@ -126,6 +126,54 @@ def test_the_tensors_of_a_loss_go_to_the_device_of_the_model(monkeypatch):
     assert make_loss(Factory("mine:WeightedError"))(torch.ones(2), torch.zeros(2)) == 2.0
     with pytest.raises(FactoryError, match=r"parameters of its own \(scale\)"):
         make_loss(Factory("mine:WeightedError", {"trained": True}))
+
+
+# Factories inside arguments
+
+
+def falling_by(base: float):
+    """What LambdaLR multiplies a learning rate by: `base` to the power of the step."""
+    return lambda step: base**step
+
+
+FALLING = {"factory": f"{__name__}:falling_by", "args": {"base": 0.5}}
+WEIGHTS = {"factory": "torch:tensor", "args": {"data": [1.0, 3.0]}}
+
+
+@pytest.mark.parametrize("factory", ["torch.nn.functional:cross_entropy", "torch.nn:CrossEntropyLoss"])
+def test_a_factory_in_an_argument_of_a_loss_is_built_first_and_goes_to_the_device(factory: str):
+    output, target = torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.tensor([1, 1])
+    loss = make_loss(Factory(factory, {"weight": WEIGHTS}))
+    weighted = nn.functional.cross_entropy(output, target, weight=torch.tensor([1.0, 3.0]))
+    assert loss(output, target) == weighted
+    elsewhere = make_loss(Factory(factory, {"weight": WEIGHTS}), "meta")
+    assert elsewhere(output.to("meta"), target.to("meta")).device.type == "meta"
+
+
+def test_a_factory_in_an_argument_of_an_optimizer_or_of_its_groups_is_built_first():
+    rate = {"factory": "torch:tensor", "args": {"data": 0.25}}
+    groups = (ParameterGroup(("b",), {"lr": rate}),)
+    spec = Optimizer("torch.optim:SGD", {"lr": rate, "momentum": 0.5}, groups=groups)
+    made = make_optimizer(spec, [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))], ["a", "b"])
+    assert [group["lr"] for group in made.param_groups] == [torch.tensor(0.25)] * 2
+    assert all(isinstance(group["lr"], torch.Tensor) for group in made.param_groups)
+
+
+def test_a_factory_in_an_argument_of_a_schedule_is_built_first():
+    optimizer = sgd()
+    schedule = make_schedule(Factory("torch.optim.lr_scheduler:LambdaLR", {"lr_lambda": FALLING}), optimizer)
+    rates = []
+    for _ in range(3):
+        rates.append(actor_optimizer.learning_rate(optimizer))
+        optimizer.step()
+        schedule.step()
+    assert rates == [0.5, 0.25, 0.125]
+
+
+def test_a_wrong_factory_in_an_argument_is_named():
+    wrong = {"factory": "torch:tensr", "args": {"data": 1.0}}
+    with pytest.raises(FactoryError, match=r"'torch:tensr'.*did you mean tensor"):
+        make_loss(Factory("torch.nn.functional:mse_loss", {"weight": wrong}))
 
 
 # Optimizers on CUDA

@@ -30,6 +30,9 @@ KINDS = [
     stream_data.Counting,
     stream_data.Stateful,
     stream_data.StatefulIterator,
+    stream_data.BeginsWhereItWasSent,
+    stream_data.ShuffledWhereItWasSent,
+    stream_data.CountingStateful,
     stream_data.Masked,
     range,
 ]

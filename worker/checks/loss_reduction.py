@@ -1,0 +1,194 @@
+"""Checks before the first step that the losses of microbatches, weighed as the job weighs them, are the loss of the batch.
+
+The loss is called on the halves of some rows and on all of them: as the data has them and, where microbatches weigh by their
+targets, with targets taken away from one half. Raises LossReductionError with both values and the ways out. Knows no jobs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from worker.contract.profile import ModelError
+from worker.model.pytree import Target, Targets
+from worker.model.rng import seeded
+
+Loss = Callable[[Any, Target], Tensor]
+CountTargets = Callable[[Target], Tensor]
+Rows = tuple[tuple[Tensor, ...], Target]
+"""What a model returned for some samples, and their target."""
+
+COUNT_ATTRIBUTE = "count_targets"
+"""Of a loss: a function of a target that returns what the loss divides by, so that microbatches weigh by it."""
+TOLERANCE = 1e-4
+"""Relative difference, in float32, of a mean over some thousand elements that is taken in two parts."""
+
+
+class LossReductionError(ModelError):
+    """The losses of microbatches do not make up the loss of the batch."""
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """The loss of some rows in two halves, of the weights `counts`, and together."""
+
+    halves: tuple[float, float]
+    counts: tuple[float, float]
+    together: float
+
+    @property
+    def apart(self) -> float:
+        """The weighed mean of the halves; one that weighs nothing is left out."""
+        pairs = [(loss, count) for loss, count in zip(self.halves, self.counts, strict=True) if count]
+        return sum(loss * count for loss, count in pairs) / sum(count for _, count in pairs)
+
+    @property
+    def is_equal(self) -> bool:
+        scale = max(abs(self.together), *(abs(loss) for loss in self.halves if math.isfinite(loss)), 0.0)
+        return abs(self.apart - self.together) <= TOLERANCE * scale + 1e-7
+
+    @property
+    def adds_up(self) -> bool:
+        return math.isclose(sum(self.halves), self.together, rel_tol=TOLERANCE)
+
+
+def check_loss_reduction(
+    loss: Loss,
+    seen: Sequence[Rows],
+    *,
+    count: CountTargets | None,
+    ignored: int = -100,
+) -> list[str]:
+    """Try `loss` on the rows of the microbatches `seen`; notes where that cannot be done.
+
+    `count` is the weight of a target, None where microbatches count equally. Trials with fewer targets set them to
+    `ignored`. A loss that keeps state has counted these calls. Raises LossReductionError.
+    """
+    together = _joined([(_in_float32(output), _in_float32(target)) for output, target in seen])
+    if together is None:
+        return [
+            "the loss was not tried on parts of a batch: the model's outputs or targets have no rows of samples"
+        ]
+    with torch.no_grad():
+        first = _try(loss, together, count)
+        if first is None:
+            return []
+        if _value(loss, together, seed=1) != _value(loss, together, seed=0):
+            return ["the loss draws random numbers, and was not compared with the loss of a whole batch"]
+        if not first.is_equal:
+            raise LossReductionError(_message(first, "", count))
+        for what, rows in _with_fewer_targets(together, ignored) if count is not None else ():
+            trial = _try(loss, rows, count)
+            if trial is not None and not trial.is_equal:
+                raise LossReductionError(_message(trial, what, count))
+    return []
+
+
+def _message(trial: _Trial, what: str, count: CountTargets | None) -> str:
+    where = f" where {what}" if what else ""
+    if count is None:
+        halves = " and ".join(f"{loss:.6g}" for loss in trial.halves)
+        said = (
+            f"training.loss_reduction is mean, and the loss of a batch{where}, {trial.together:.6g}, is not the mean of its "
+            f"halves' losses, {halves}"
+        )
+        if trial.adds_up:
+            return f"{said}: it adds up its samples; have it return their mean (reduction: mean)"
+        return (
+            f"{said}. Set training.loss_reduction to tokens if the loss is a mean over targets that are not ignored; or to "
+            "microbatches if each microbatch shall be a batch of its own, as in a loop that accumulates gradients"
+        )
+    return (
+        f"training.loss_reduction is tokens, and{where} the loss of a batch is {trial.together:.6g}, while the losses of "
+        f"its halves weighed by their numbers of targets ({trial.counts[0]:g} and {trial.counts[1]:g}) make "
+        f"{trial.apart:.6g}: the loss counts otherwise. Give it an attribute {COUNT_ATTRIBUTE}(target) that returns what "
+        "it divides by; or set training.loss_reduction to microbatches if each microbatch shall be a batch of its own"
+    )
+
+
+def _try(loss: Loss, rows: Rows, count: CountTargets | None) -> _Trial | None:
+    """The trial of these rows; None where the loss refuses them, which training will say of its own, or none of them
+    counts."""
+    half = len(rows[1]) // 2
+    parts = [_rows(rows, slice(0, half)), _rows(rows, slice(half, 2 * half))]
+    counts = [1.0 if count is None else float(count(target)) for _, target in parts]
+    if half == 0 or not any(counts):
+        return None
+    try:
+        together = _value(loss, _rows(rows, slice(0, 2 * half)))
+        halves = [_value(loss, part) if weight else 0.0 for part, weight in zip(parts, counts, strict=True)]
+    except Exception:
+        return None
+    return _Trial((halves[0], halves[1]), (counts[0], counts[1]), together)
+
+
+def _value(loss: Loss, rows: Rows, seed: int = 0) -> float:
+    output, target = rows
+    own = tuple(tensor.clone() for tensor in output)
+    with seeded(seed):
+        return float(loss(own[0] if len(own) == 1 else own, _map(target, torch.clone)))
+
+
+def _with_fewer_targets(rows: Rows, ignored: int) -> Iterator[tuple[str, Rows]]:
+    """The same rows with some targets of the second half ignored, and what is said of it."""
+    output, target = rows
+    if isinstance(target, Targets) or target.is_floating_point() or target.is_complex():
+        return
+    half = len(target) // 2
+    drawn = torch.rand(target.shape, generator=torch.Generator().manual_seed(0)).to(target.device)
+    left = {"two of three targets of one half are ignored": drawn < 1 / 3}
+    if target.dim() > 1:
+        place = torch.arange(target.shape[-1], device=target.device).expand_as(target)
+        left["of one half only the first target of each row counts"] = place == 0
+        left["of one half only the last target of each row counts"] = place == target.shape[-1] - 1
+    left["one half has no target"] = torch.zeros_like(target, dtype=torch.bool)
+    for what, kept in left.items():
+        fewer = target.clone()
+        fewer[half:] = torch.where(kept[half:], target[half:], ignored)
+        yield what, (output, fewer)
+
+
+def _joined(seen: Sequence[Rows]) -> Rows | None:
+    """The rows of several microbatches as one; None where a tensor has no row for each sample."""
+    tensors = [
+        (*output, *(target.tensors if isinstance(target, Targets) else (target,))) for output, target in seen
+    ]
+    for each, (_, target) in zip(tensors, seen, strict=True):
+        if any(not one.dim() or not len(target) or len(one) % len(target) for one in each):
+            return None
+    whole = tuple(torch.cat(each) for each in zip(*tensors, strict=True))
+    width, first = len(seen[0][0]), seen[0][1]
+    target = Targets(whole[width:], first.tree_spec) if isinstance(first, Targets) else whole[width]
+    return whole[:width], target
+
+
+def _rows(rows: Rows, part: slice) -> Rows:
+    """The rows of some samples; of a tensor with several rows a sample all of them."""
+    output, target = rows
+    samples = len(target)
+
+    def own(tensor: Tensor) -> Tensor:
+        each = len(tensor) // samples
+        return tensor[part.start * each : part.stop * each]
+
+    return tuple(map(own, output)), _map(target, own)
+
+
+def _in_float32(value: Any) -> Any:
+    """Halves as float32, in which sums of parts are compared."""
+    if isinstance(value, tuple):
+        return tuple(map(_in_float32, value))
+    return _map(
+        value, lambda tensor: tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+    )
+
+
+def _map(target: Target, make: Callable[[Tensor], Tensor]) -> Target:
+    if isinstance(target, Targets):
+        return Targets(tuple(map(make, target.tensors)), target.tree_spec)
+    return make(target)
