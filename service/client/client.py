@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from html import escape
+from http import HTTPStatus
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Self, TypeVar
@@ -27,7 +28,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, PrivateAttr, ValidationError
 
-from service.client.job_spec import code_folder, with_import_paths, zip_folder
+from service.client.job_spec import code_folder, largest_files, with_import_paths, zip_folder
 from service.schemas.activity import (
     EvaluationPage,
     EvaluationView,
@@ -469,7 +470,16 @@ class Client:
             content = zip_folder(folder)
         except ValueError as error:
             raise ClientError(str(error)) from None
-        return {**spec, "code": {**spec["code"], "working_dir": self.upload_package(content).uri}}
+        try:
+            package = self.upload_package(content)
+        except ApiError as error:
+            if error.status != HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
+                raise
+            raise ClientError(
+                f"code.working_dir {folder} is too large, its zip has {len(content) / 1e6:.1f} MB ({error}). Its largest "
+                f"files: {largest_files(folder)}. Name what is no code in .gitignore, or keep it where workers read it"
+            ) from None
+        return {**spec, "code": {**spec["code"], "working_dir": package.uri}}
 
     def upload_package(self, content: bytes) -> PackageView:
         """Store a zip of code; its `uri` goes into a job's code.working_dir."""

@@ -9,9 +9,11 @@ import functools
 import io
 import sys
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from pathspec import GitIgnoreSpec
 
 from service.spec.job import PACKAGE_PREFIX, REMOTE_CODE_PREFIXES
 
@@ -92,16 +94,65 @@ def code_folder(spec: Mapping[str, Any], base: Path) -> Path | None:
 
 
 def zip_folder(folder: Path) -> bytes:
-    """Files of `folder` in a fixed order with a fixed time; caches, links and .git stay out. ValueError for no folder."""
+    """Files of `folder` in a fixed order with a fixed time. What links lead to is in it under the link's name; caches,
+    virtual environments, .git and what .gitignore names stay out.
+
+    ValueError for no folder, and for a link that leads nowhere or round in a circle.
+    """
     if not folder.is_dir():
         raise ValueError(f"code.working_dir {folder} is no folder: give the folder that holds your modules")
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for file in sorted(folder.rglob("*")):
-            path = file.relative_to(folder)
-            if _SKIPPED_NAMES.isdisjoint(path.parts) and file.is_file() and not file.is_symlink():
-                entry = zipfile.ZipInfo(path.as_posix(), _ZIP_TIMESTAMP)
-                entry.compress_type = zipfile.ZIP_DEFLATED
-                entry.external_attr = (0o100755 if file.stat().st_mode & 0o100 else 0o100644) << 16
-                archive.writestr(entry, file.read_bytes())
+        for file in _code_files(folder):
+            entry = zipfile.ZipInfo(file.relative_to(folder).as_posix(), _ZIP_TIMESTAMP)
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            entry.external_attr = (0o100755 if file.stat().st_mode & 0o100 else 0o100644) << 16
+            archive.writestr(entry, file.read_bytes())
     return buffer.getvalue()
+
+
+def largest_files(folder: Path, count: int = 5) -> str:
+    """The files that take most of a folder's zip, and their megabytes, for messages."""
+    sizes = sorted(
+        ((file.stat().st_size, file.relative_to(folder)) for file in _code_files(folder)), reverse=True
+    )
+    return ", ".join(f"{name} ({size / 1e6:.1f} MB)" for size, name in sizes[:count])
+
+
+def _code_files(folder: Path) -> list[Path]:
+    return sorted(_files_below(folder, folder, (), {folder.resolve()}))
+
+
+_Ignored = tuple[tuple[Path, GitIgnoreSpec], ...]
+
+
+def _files_below(top: Path, folder: Path, ignored: _Ignored, above: set[Path]) -> Iterator[Path]:
+    """Files of `folder`, which is in `above` with the folders that it was reached by; `ignored` are the rules of these."""
+    if (rules := folder / ".gitignore").is_file():
+        lines = rules.read_text("utf-8", errors="replace").splitlines()
+        ignored = (*ignored, (folder, GitIgnoreSpec.from_lines(lines)))
+    for path in folder.iterdir():
+        if path.name in _SKIPPED_NAMES or (path / "pyvenv.cfg").is_file() or _is_ignored(path, ignored):
+            continue
+        shown = path.relative_to(top)
+        if path.is_symlink() and not path.exists():
+            raise ValueError(
+                f"code.working_dir: the link {shown} leads nowhere ({path.readlink()}): remove it"
+            )
+        if path.is_dir():
+            if (place := path.resolve()) in above:
+                raise ValueError(
+                    f"code.working_dir: the link {shown} leads to a folder that it is in: remove it"
+                )
+            yield from _files_below(top, path, ignored, above | {place})
+        elif path.is_file():
+            yield path
+
+
+def _is_ignored(path: Path, ignored: _Ignored) -> bool:
+    """True if git ignores `path`: the last rule that says something of it counts, those of nearer folders before others."""
+    for folder, spec in reversed(ignored):
+        name = path.relative_to(folder).as_posix() + ("/" if path.is_dir() else "")
+        if (found := spec.check_file(name).include) is not None:
+            return found
+    return False

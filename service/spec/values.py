@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from pathlib import PurePath
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
@@ -92,10 +93,33 @@ SecretNames = Annotated[
 OWN_PACKAGES = ("service", "worker")
 
 
+_NEEDED_PACKAGES = (
+    "ray",
+    "torch",
+    "numpy",
+    "pydantic",
+    "fsspec",
+    "safetensors",
+    "prometheus_client",
+    "tenacity",
+)
+_UNUSED_OF_PYTHON = {"test", "this", "antigravity", "turtle", "turtledemo", "idlelib", "tkinter", "lib2to3"}
+
+
 def shadowing_message(path: PurePath) -> str | None:
-    """Why a module at `path` of a job's code would stand before Slotline's own; None where it does not."""
+    """Why a module at `path` of a job's code would stand before one of Slotline's own, of Python's or of Ray's; None where
+    it does not."""
     name = path.parts[0].removesuffix(".py") if path.parts else ""
-    if path.suffix != ".py" or name not in OWN_PACKAGES:
+    if path.suffix != ".py":
+        return None
+    is_top = path.parts in ((f"{name}.py",), (name, "__init__.py"))
+    if is_top and name in {*_NEEDED_PACKAGES, *(sys.stdlib_module_names - _UNUSED_OF_PYTHON)}:
+        whose = "the installed one" if name in _NEEDED_PACKAGES else "Python's own"
+        return (
+            f"{str(path)!r}: in a job's processes a module named {name!r} stands before {whose}, which they need: rename "
+            "it, or give a folder below as code.working_dir"
+        )
+    if name not in OWN_PACKAGES:
         return None
     return (
         f"{str(path)!r}: in a job's driver a module named {name!r} stands in the way of Slotline's own packages "

@@ -13,6 +13,8 @@ import functools
 import inspect
 import io
 import math
+import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -43,7 +45,7 @@ from worker.model.factory import (
     pattern_matches,
     resolve,
 )
-from worker.model.pytree import Target, Targets, count_tokens
+from worker.model.pytree import Target, Targets, count_tokens, target_tensors
 
 
 def parameter_groups(
@@ -149,9 +151,15 @@ def target_counter(job: Job, loss: JobLoss) -> Callable[[Target], torch.Tensor] 
     function = loss.target.func if isinstance(loss.target, functools.partial) else loss.target
     own = getattr(function, COUNT_ATTRIBUTE, None)
     if own is not None:
-        return lambda target: torch.as_tensor(own(target.target if isinstance(target, Targets) else target))
+        return functools.partial(_own_count, own)
     ignored = ignored_target(job.loss)
     return lambda target: _class_weights_or_count(target, ignored, _class_weights(loss.target))
+
+
+def _own_count(count: Callable[[Any], Any], target: Target) -> torch.Tensor:
+    """The count that a loss gives of a target, on the device of that target, where workers add it up."""
+    device = target_tensors(target)[0].device
+    return torch.as_tensor(count(target.target if isinstance(target, Targets) else target), device=device)
 
 
 def _class_weights(target: Any) -> torch.Tensor | None:
@@ -400,6 +408,36 @@ def make_schedule(spec: Factory, optimizer: torch.optim.Optimizer) -> Any:
         ) from None
     _check_storable(call, schedule.state_dict())
     return schedule
+
+
+_TRIED_SCHEDULE_STEPS = 100_000
+
+
+@attributed_to(Reason.USER_CODE_RAISED)
+def try_schedule(
+    spec: Factory, schedule: Any, optimizer: torch.optim.Optimizer, *, steps: int, limit_s: float = 5.0
+) -> None:
+    """Step a new schedule through `steps` training steps, or as many as `limit_s` lets; FactoryError for one that raises or
+    sets a rate that is no number. The optimizer's rates are afterwards those behind the last step."""
+    begin = time.monotonic()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch misses the optimizer's steps
+        for step in range(1, min(steps, _TRIED_SCHEDULE_STEPS) + 1):
+            rates = [float(group["lr"]) for group in optimizer.param_groups]
+            if not all(map(math.isfinite, rates)):
+                raise FactoryError(
+                    f"schedule {spec.factory!r} sets the learning rate {rates} for step {step} of training.steps {steps}: "
+                    "correct optimizer.schedule.args"
+                )
+            if time.monotonic() - begin > limit_s:
+                return
+            try:
+                schedule.step()
+            except Exception as error:
+                raise FactoryError(
+                    f"schedule {spec.factory!r} raised {type(error).__name__} after step {step} of training.steps {steps}: "
+                    f"{error}; correct optimizer.schedule.args"
+                ) from error
 
 
 def warmup_decay(

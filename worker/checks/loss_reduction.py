@@ -80,6 +80,10 @@ def check_loss_reduction(
             return []
         if _value(loss, together, seed=1) != _value(loss, together, seed=0):
             return ["the loss draws random numbers, and was not compared with the loss of a whole batch"]
+        if count is None and not all(map(math.isfinite, (*first.halves, first.together))):
+            return [
+                "the loss of some rows is not finite, and was not compared with the loss of a whole batch"
+            ]
         if not first.is_equal:
             raise LossReductionError(_message(first, "", count))
         for what, rows in _with_fewer_targets(together, ignored) if count is not None else ():

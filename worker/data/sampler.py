@@ -112,11 +112,11 @@ def collate(
             )
         rows.append(sample_row(sample, names, own_loss))
     *columns, wanted = zip(*rows, strict=True)
-    inputs = [default_collate(list(column)) for column in columns]
+    shown = [f"input {name}" for name in names] or [f"input {k}" for k in range(len(columns))]
+    inputs = [_stack(what, column) for what, column in zip(shown, columns, strict=True)]
     targets = _stack_targets(wanted)
     if not isinstance(targets, torch.Tensor) and next(named_leaves(targets), None) is not None:
         targets = Targets.of(targets)
-    shown = [f"input {name}" for name in names] or [f"input {k}" for k in range(len(inputs))]
     for what, value in zip([*shown, "target"], [*inputs, targets], strict=True):
         if not isinstance(value, torch.Tensor | Targets):
             raise ValueError(f"the {what} of a sample is no tensor, array or number: return one of these")
@@ -185,7 +185,18 @@ def _stack_targets(targets: Sequence[Any]) -> Any:
     if isinstance(first, tuple | list) and not all(isinstance(part, int | float) for part in first):
         parts = [_stack_targets(column) for column in zip(*targets, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
-    return default_collate([_as_tensor(list(one) if isinstance(one, tuple) else one) for one in targets])
+    return _stack("target", [_as_tensor(list(one) if isinstance(one, tuple) else one) for one in targets])
+
+
+def _stack(what: str, values: Sequence[Any]) -> Any:
+    """The values of samples as one; ValueError for a sample whose `what` is None."""
+    missing = sum(value is None for value in values)
+    if missing:
+        raise ValueError(
+            f"the {what} of {missing} of {len(values)} samples is None: return a value for every sample, or name in "
+            "data.columns only fields that all of them have"
+        )
+    return default_collate(list(values))
 
 
 def _as_tensor(value: Any) -> Any:

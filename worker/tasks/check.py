@@ -36,6 +36,7 @@ from worker.actor.optimizer import (
     make_loss,
     make_optimizer,
     make_schedule,
+    try_schedule,
 )
 from worker.actor.telemetry import available_bytes
 from worker.checkpoint.sources import check_weights
@@ -349,7 +350,8 @@ def _make_optimizer(
         findings.checked.append(f"optimizer: {job.optimizer.factory}")
         if job.optimizer.schedule is not None:
             with findings.of("optimizer.schedule", Reason.MODEL_BUILD_FAILED):
-                make_schedule(job.optimizer.schedule, optimizer)
+                schedule = make_schedule(job.optimizer.schedule, optimizer)
+                try_schedule(job.optimizer.schedule, schedule, optimizer, steps=job.training.steps)
                 findings.checked.append(f"optimizer.schedule: {job.optimizer.schedule.factory}")
 
 

@@ -184,11 +184,10 @@ def _check_places(job: dict[str, Any], folder: Path | None) -> None:
     """Raises ValueError for places and modules of the job that a server refuses."""
     wrong = [f"{name} {value!r}: {why}" for name, value, why in relative_places(JobSpec.model_validate(job))]
     if folder is not None:
-        files = (
-            file for name in OWN_PACKAGES for file in (folder / f"{name}.py", *(folder / name).rglob("*.py"))
-        )
-        messages = (shadowing_message(file.relative_to(folder)) for file in files if file.is_file())
-        wrong += [f"code.working_dir: {message}" for message in itertools.islice(messages, 1)]
+        own = (file for name in OWN_PACKAGES for file in (folder / name).rglob("*.py"))
+        files = sorted((*folder.glob("*.py"), *folder.glob("*/__init__.py"), *own))
+        messages = (shadowing_message(file.relative_to(folder)) for file in files)
+        wrong += [f"code.working_dir: {message}" for message in itertools.islice(filter(None, messages), 1)]
     if wrong:
         raise ValueError("; ".join(wrong))
 

@@ -17,6 +17,7 @@ from worker.actor.optimizer import (
     make_schedule,
     measure_optimizer_state,
     optimizer_state_bytes,
+    try_schedule,
 )
 from worker.contract.failures import AttemptFailure
 from worker.contract.job import Factory, Optimizer, ParameterGroup
@@ -249,6 +250,29 @@ def test_a_schedule_gets_the_optimizer_and_its_arguments():
         optimizer.step()
         schedule.step()
     assert rates == [0.5, 0.5, 0.25, 0.25]
+
+
+def tried(name: str, arguments: dict, steps: int) -> list[float]:
+    """The learning rate that a schedule leaves when it is tried over so many steps."""
+    optimizer, spec = sgd(), Factory(f"torch.optim.lr_scheduler:{name}", arguments)
+    try_schedule(spec, make_schedule(spec, optimizer), optimizer, steps=steps)
+    return actor_optimizer.learning_rate(optimizer)
+
+
+def test_a_schedule_that_ends_before_the_training_is_refused_with_the_step():
+    one_cycle = {"max_lr": 0.5, "total_steps": 4, "cycle_momentum": False}
+    assert 0 < tried("OneCycleLR", one_cycle, 3) < 0.5
+    with pytest.raises(
+        AttemptFailure, match=r"after step 5 of training.steps 8: Tried to step 5 times"
+    ) as caught:
+        tried("OneCycleLR", one_cycle, 8)
+    assert caught.value.reason == Reason.USER_CODE_RAISED
+
+
+def test_a_schedule_is_tried_as_long_as_the_training_takes_and_no_further():
+    assert tried("ExponentialLR", {"gamma": 0.5}, 5) == 0.5**6
+    with pytest.raises(AttemptFailure, match=r"sets the learning rate \[inf\] for step"):
+        tried("ExponentialLR", {"gamma": 1e30}, 1_000_000_000)
 
 
 class Remembers(torch.optim.lr_scheduler.StepLR):

@@ -120,6 +120,24 @@ def test_collate_names_what_is_not_a_pair_or_not_a_tensor():
         collate([(torch.ones(3), "cat")])
 
 
+@pytest.mark.parametrize(
+    ("samples", "says"),
+    [
+        (
+            [
+                {"ids": torch.ones(3), "extra": None, "label": 1},
+                {"ids": torch.ones(3), "extra": None, "label": 0},
+            ],
+            "the input extra of 2 of 2 samples is None: .* data.columns",
+        ),
+        ([(torch.ones(3), 1), (torch.ones(3), None)], "the target of 1 of 2 samples is None"),
+    ],
+)
+def test_collate_names_what_is_none(samples: list, says: str):
+    with pytest.raises(ValueError, match=says):
+        collate(samples)
+
+
 def test_collate_takes_dicts_as_inputs_by_name_whatever_their_order():
     first = {"ids": [1, 2, 3], "mask": torch.ones(3), "label": 1}
     second = {"label": 0, "mask": torch.zeros(3), "ids": [4, 5, 6]}
