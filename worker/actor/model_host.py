@@ -24,7 +24,7 @@ from worker.actor.optimizer import check_parameter_groups, ignored_target, make_
 from worker.checkpoint.record import RECORD_SHARD, ModelRecord, make_record, record_to_state, unused_tensors
 from worker.checkpoint.sources import check_weights, fill_stages, fill_tensors
 from worker.checks.hazards import SKIP_CHECK_HINT, check_trainable, unchecked_state
-from worker.checks.loss_reduction import Rows, check_loss_reduction
+from worker.checks.loss_reduction import Rows, check_loss_reduction, check_own_loss
 from worker.checks.sharding import SamplesByRank, check_batch_sharding
 from worker.checks.trace import (
     OwnBackwardError,
@@ -220,7 +220,7 @@ class JobModel:
             check_tensor_plan_of(traced, job.resources.tensor_plan, tensor)
         notes = [*self._notes, *batch_norm_notes(traced, job), *tf32_notes(job, self._device)]
         if not job.training.check_trace:
-            return [*notes, *traced.notes, *filter(None, self._unchecked_state(traced))]
+            return [*notes, *traced.notes, *_loss_untried(job), *filter(None, self._unchecked_state(traced))]
         return notes + self._check_trace(traced, target, further, free_bytes())
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
@@ -300,11 +300,13 @@ class JobModel:
             traced, f"the traced model was not compared with the model itself on the accelerator: {lack}"
         )
 
-    def _check_loss(self, seen: Sequence[Rows]) -> list[str]:
+    def _check_loss(self, seen: Sequence[Rows], microbatches: Sequence[MicrobatchTensors]) -> list[str]:
         """Notes on whether the losses of microbatches make up that of a batch; refuses a loss of which they do not."""
         job = self._job
-        if job.loss is None or job.training.loss_reduction == "microbatches":
+        if job.training.loss_reduction == "microbatches":
             return []
+        if job.loss is None:
+            return check_own_loss(self._built, microbatches)
         loss = self._make_loss(self._device)
         return check_loss_reduction(
             loss, seen, count=target_counter(job, loss), ignored=ignored_target(job.loss)
@@ -317,7 +319,7 @@ class JobModel:
         if tensors:
             error = TraceError(f"{tensors}; {why}; {SKIP_CHECK_HINT}")
             raise as_failure(error, Reason.MODEL_BUILD_FAILED)
-        return [*traced.notes, why, *filter(None, [values])]
+        return [*traced.notes, why, *_loss_untried(self._job), *filter(None, [values])]
 
     def _unchecked_state(self, traced: TracedModel) -> tuple[str, str]:
         return unchecked_state(type(self._built).__name__, traced.moved)
@@ -435,6 +437,13 @@ class JobModel:
         """Drop the graphs, as the next sample has other shapes."""
         self._traced, self._evaluation, self._graph_received = None, None, False
         self._traces_by_workers, self._eval_traces_by_workers = {}, {}
+
+
+def _loss_untried(job: Job) -> list[str]:
+    """The note on a loss that was not compared with the loss of a whole batch, as the model itself was not run."""
+    if job.training.loss_reduction == "microbatches":
+        return []
+    return ["the loss was not tried on parts of a batch, as the model itself was not run before training"]
 
 
 def _check_loss_scalable(model: nn.Module, precision: str) -> None:

@@ -152,8 +152,9 @@ def target_counter(job: Job, loss: JobLoss) -> Callable[[Target], torch.Tensor] 
     own = getattr(function, COUNT_ATTRIBUTE, None)
     if own is not None:
         return functools.partial(_own_count, own)
-    ignored = ignored_target(job.loss)
-    return lambda target: _class_weights_or_count(target, ignored, _class_weights(loss.target))
+    return functools.partial(
+        _class_weights_or_count, ignored=ignored_target(job.loss), weights=_class_weights(loss.target)
+    )
 
 
 def _own_count(count: Callable[[Any], Any], target: Target) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Checks before the first step that the losses of microbatches, weighed as the job weighs them, are the loss of the batch.
 
 The loss is called on the halves of some rows and on all of them: as the data has them and, where microbatches weigh by their
-targets, with targets taken away from one half. Raises LossReductionError with both values and the ways out. Knows no jobs.
+targets, with targets taken away from one half. A model that returns its own loss is called in eval mode, without dropout.
+Raises LossReductionError with both values and the ways out. Knows no jobs.
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from worker.contract.profile import ModelError
+from worker.data.microbatches import MicrobatchTensors
+from worker.model.eval_mode import in_eval_mode
+from worker.model.parity import tolerance_for
+from worker.model.python_state import PythonState
 from worker.model.pytree import Target, Targets
 from worker.model.rng import seeded
 
@@ -33,13 +38,27 @@ class LossReductionError(ModelError):
     """The losses of microbatches do not make up the loss of the batch."""
 
 
+_BATCH_OF_ITS_OWN = (
+    "microbatches if each microbatch shall be a batch of its own, as in a loop that accumulates gradients"
+)
+_LOSS_REMEDY = (
+    "Set training.loss_reduction to tokens if the loss is a mean over targets that are not ignored; or to "
+    + _BATCH_OF_ITS_OWN
+)
+_OWN_LOSS_REMEDY = (
+    "If the model's own loss is a mean over targets that are not ignored, name its logits in model.output and give `loss` "
+    "with training.loss_reduction: tokens; or set training.loss_reduction to " + _BATCH_OF_ITS_OWN
+)
+
+
 @dataclass(frozen=True)
 class _Trial:
-    """The loss of some rows in two halves, of the weights `counts`, and together."""
+    """The loss of some rows in two halves, of the weights `counts`, and together; equal to a relative `tolerance`."""
 
     halves: tuple[float, float]
     counts: tuple[float, float]
     together: float
+    tolerance: float = TOLERANCE
 
     @property
     def apart(self) -> float:
@@ -49,12 +68,19 @@ class _Trial:
 
     @property
     def is_equal(self) -> bool:
-        scale = max(abs(self.together), *(abs(loss) for loss in self.halves if math.isfinite(loss)), 0.0)
-        return abs(self.apart - self.together) <= TOLERANCE * scale + 1e-7
+        return is_loss_of_batch(self.apart, self.together, self.halves, self.tolerance)
 
     @property
     def adds_up(self) -> bool:
-        return math.isclose(sum(self.halves), self.together, rel_tol=TOLERANCE)
+        return math.isclose(sum(self.halves), self.together, rel_tol=self.tolerance)
+
+
+def is_loss_of_batch(
+    apart: float, together: float, parts: Sequence[float], tolerance: float = TOLERANCE
+) -> bool:
+    """True if `apart`, made of the losses `parts`, is the loss `together` to rounding."""
+    scale = max(abs(together), *(abs(loss) for loss in parts if math.isfinite(loss)), 0.0)
+    return abs(apart - together) <= tolerance * scale + 1e-7
 
 
 def check_loss_reduction(
@@ -69,33 +95,75 @@ def check_loss_reduction(
     `count` is the weight of a target, None where microbatches count equally. Trials with fewer targets set them to
     `ignored`. A loss that keeps state has counted these calls. Raises LossReductionError.
     """
-    together = _joined([(_in_float32(output), _in_float32(target)) for output, target in seen])
+    together = batch_of(in_float32(seen))
     if together is None:
-        return [
-            "the loss was not tried on parts of a batch: the model's outputs or targets have no rows of samples"
-        ]
+        return [_not_tried("the model's outputs or targets have no rows of samples")]
     with torch.no_grad():
-        first = _try(loss, together, count)
-        if first is None:
-            return []
-        if _value(loss, together, seed=1) != _value(loss, together, seed=0):
-            return ["the loss draws random numbers, and was not compared with the loss of a whole batch"]
+        try:
+            first = _try(loss, together, count)
+            if loss_of_rows(loss, together, seed=1) != loss_of_rows(loss, together, seed=0):
+                return [_not_tried("it draws random numbers")]
+        except _UntriedError as error:
+            return [_not_tried(str(error))]
+        except Exception as error:
+            return [_not_tried(f"of them it raises {type(error).__name__}: {error}")]
         if count is None and not all(map(math.isfinite, (*first.halves, first.together))):
-            return [
-                "the loss of some rows is not finite, and was not compared with the loss of a whole batch"
-            ]
+            return [_not_tried("that of some rows is not finite")]
         if not first.is_equal:
-            raise LossReductionError(_message(first, "", count))
+            raise LossReductionError(_message(first, "", _LOSS_REMEDY, counted=count is not None))
         for what, rows in _with_fewer_targets(together, ignored) if count is not None else ():
-            trial = _try(loss, rows, count)
-            if trial is not None and not trial.is_equal:
-                raise LossReductionError(_message(trial, what, count))
+            try:
+                trial = _try(loss, rows, count)
+            except Exception:  # it never meets such targets, or training will say so
+                continue
+            if not trial.is_equal:
+                raise LossReductionError(_message(trial, what, _LOSS_REMEDY, counted=True))
     return []
 
 
-def _message(trial: _Trial, what: str, count: CountTargets | None) -> str:
+def check_own_loss(model: nn.Module, seen: Sequence[MicrobatchTensors]) -> list[str]:
+    """Try the loss that `model` returns of the inputs of the microbatches `seen`; notes where that cannot be done.
+
+    It runs in eval mode. The model's Python state is put back, its buffers are not. Raises LossReductionError.
+    """
+    together = batch_of(seen)
+    if together is None:
+        return [_not_tried("the model's inputs have no rows of samples")]
+    state = PythonState(model)
+
+    def loss(inputs: Any, _: Target) -> Tensor:
+        return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+    tolerance = max(TOLERANCE, tolerance_for(model, None, together[0][0].device.type).values)
+    try:
+        with torch.no_grad(), in_eval_mode(model):
+            trial = _try(loss, together, None, tolerance)
+            if loss_of_rows(loss, together, seed=1) != loss_of_rows(loss, together, seed=0):
+                return [_not_tried("the model draws random numbers in eval mode, too")]
+    except _UntriedError as error:
+        return [_not_tried(str(error))]
+    except Exception as error:
+        return [_not_tried(f"of them, in eval mode, the model raises {type(error).__name__}: {error}")]
+    finally:
+        state.restore()
+    if not all(map(math.isfinite, (*trial.halves, trial.together))):
+        return [_not_tried("that of some rows is not finite")]
+    if not trial.is_equal:
+        raise LossReductionError(_message(trial, "", _OWN_LOSS_REMEDY, counted=False))
+    return []
+
+
+class _UntriedError(Exception):
+    """The rows do not make a trial, for the reason that it says."""
+
+
+def _not_tried(why: str) -> str:
+    return f"the loss was not tried on parts of a batch: {why}"
+
+
+def _message(trial: _Trial, what: str, remedy: str, *, counted: bool) -> str:
     where = f" where {what}" if what else ""
-    if count is None:
+    if not counted:
         halves = " and ".join(f"{loss:.6g}" for loss in trial.halves)
         said = (
             f"training.loss_reduction is mean, and the loss of a batch{where}, {trial.together:.6g}, is not the mean of its "
@@ -103,35 +171,31 @@ def _message(trial: _Trial, what: str, count: CountTargets | None) -> str:
         )
         if trial.adds_up:
             return f"{said}: it adds up its samples; have it return their mean (reduction: mean)"
-        return (
-            f"{said}. Set training.loss_reduction to tokens if the loss is a mean over targets that are not ignored; or to "
-            "microbatches if each microbatch shall be a batch of its own, as in a loop that accumulates gradients"
-        )
+        return f"{said}. {remedy}"
     return (
         f"training.loss_reduction is tokens, and{where} the loss of a batch is {trial.together:.6g}, while the losses of "
         f"its halves weighed by their numbers of targets ({trial.counts[0]:g} and {trial.counts[1]:g}) make "
         f"{trial.apart:.6g}: the loss counts otherwise. Give it an attribute {COUNT_ATTRIBUTE}(target) that returns what "
-        "it divides by; or set training.loss_reduction to microbatches if each microbatch shall be a batch of its own"
+        f"it divides by; or set training.loss_reduction to {_BATCH_OF_ITS_OWN}"
     )
 
 
-def _try(loss: Loss, rows: Rows, count: CountTargets | None) -> _Trial | None:
-    """The trial of these rows; None where the loss refuses them, which training will say of its own, or none of them
-    counts."""
+def _try(loss: Loss, rows: Rows, count: CountTargets | None, tolerance: float = TOLERANCE) -> _Trial:
+    """The trial of these rows. Raises what the loss raises, _UntriedError where there are no two parts that count."""
     half = len(rows[1]) // 2
+    if half == 0:
+        raise _UntriedError("there is one row only")
     parts = [_rows(rows, slice(0, half)), _rows(rows, slice(half, 2 * half))]
     counts = [1.0 if count is None else float(count(target)) for _, target in parts]
-    if half == 0 or not any(counts):
-        return None
-    try:
-        together = _value(loss, _rows(rows, slice(0, 2 * half)))
-        halves = [_value(loss, part) if weight else 0.0 for part, weight in zip(parts, counts, strict=True)]
-    except Exception:
-        return None
-    return _Trial((halves[0], halves[1]), (counts[0], counts[1]), together)
+    if not any(counts):
+        raise _UntriedError("the first microbatches have no targets")
+    together = loss_of_rows(loss, _rows(rows, slice(0, 2 * half)))
+    halves = [loss_of_rows(loss, part) if weight else 0.0 for part, weight in zip(parts, counts, strict=True)]
+    return _Trial((halves[0], halves[1]), (counts[0], counts[1]), together, tolerance)
 
 
-def _value(loss: Loss, rows: Rows, seed: int = 0) -> float:
+def loss_of_rows(loss: Loss, rows: Rows, seed: int = 0) -> float:
+    """The loss of copies of the rows, called under this seed."""
     output, target = rows
     own = tuple(tensor.clone() for tensor in output)
     with seeded(seed):
@@ -157,7 +221,7 @@ def _with_fewer_targets(rows: Rows, ignored: int) -> Iterator[tuple[str, Rows]]:
         yield what, (output, fewer)
 
 
-def _joined(seen: Sequence[Rows]) -> Rows | None:
+def batch_of(seen: Sequence[Rows]) -> Rows | None:
     """The rows of several microbatches as one; None where a tensor has no row for each sample."""
     tensors = [
         (*output, *(target.tensors if isinstance(target, Targets) else (target,))) for output, target in seen
@@ -183,13 +247,13 @@ def _rows(rows: Rows, part: slice) -> Rows:
     return tuple(map(own, output)), _map(target, own)
 
 
-def _in_float32(value: Any) -> Any:
-    """Halves as float32, in which sums of parts are compared."""
-    if isinstance(value, tuple):
-        return tuple(map(_in_float32, value))
-    return _map(
-        value, lambda tensor: tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-    )
+def in_float32(seen: Sequence[Rows]) -> list[Rows]:
+    """The same rows with halves as float32, in which sums of parts are compared."""
+
+    def own(tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+    return [(tuple(map(own, output)), _map(target, own)) for output, target in seen]
 
 
 def _map(target: Target, make: Callable[[Tensor], Tensor]) -> Target:

@@ -25,6 +25,7 @@ from worker.contract.failures import is_out_of_memory, leave_breadcrumb
 from worker.contract.profile import TraceError
 from worker.data.microbatches import MicrobatchTensors
 from worker.engine.forward import ForwardResult, drop_casts, run_forward
+from worker.model.eval_mode import in_eval_mode
 from worker.model.export import BufferSnapshot, TracedModel, mark_checkpoint_regions
 from worker.model.hf_patches import PATCHED_FUNCTION_NAMES
 from worker.model.parity import (
@@ -86,11 +87,12 @@ def check_trace(
     target: Target,
     *,
     further: Sequence[MicrobatchTensors] = (),
-    check_loss: Callable[[Sequence[Rows]], list[str]] | None = None,
+    check_loss: Callable[[Sequence[Rows], Sequence[MicrobatchTensors]], list[str]] | None = None,
     device: str = "cpu",
 ) -> list[str]:
     """Compare `traced` with `model` on its example inputs; `target` belongs to them. What to tell of it, in notes.
-    `check_loss` is given what the model returned for some microbatches, and adds its notes.
+    `check_loss` is given what the model returned for some microbatches and these microbatches, with the model on `device`,
+    and adds its notes.
 
     Later rounds take the rows of `further` microbatches of the same shapes as well.
 
@@ -111,7 +113,7 @@ def check_trace(
             comparison = _Comparison(model, traced, stages, (make_loss(), make_loss()), tolerance, buffers)
             notes = comparison.run(place)
             if check_loss is not None:
-                notes += check_loss(comparison.seen)
+                notes += check_loss(comparison.seen, [(place.inputs, place.target), *place.further])
     finally:
         drop_casts()
         leave_breadcrumb("")
@@ -130,22 +132,18 @@ def check_evaluation_trace(
     microbatch, without gradients. The model is afterwards what it was. TraceError names what differs."""
     leave_breadcrumb("the comparison of the trace in eval mode with the model itself")
     place = _context_of(traced, target, device)
-    modes = [(module, module.training) for module in model.modules()]
     state = PythonState(model)
     try:
-        with _model_on_device(model, device) as buffers:
+        with _model_on_device(model, device) as buffers, in_eval_mode(model):
             stages = _Stages(traced, device)
             losses = (make_loss(), make_loss())
             comparison = _Comparison(
                 model, traced, stages, losses, tolerance_for(model, traced.placed.autocast, device), buffers
             )
-            model.eval()
             comparison.run_without_gradients(place)
     except TraceError as error:
         raise TraceError(f"in eval mode, which `evaluation` needs: {error}") from error
     finally:
-        for module, training in modes:
-            module.training = training
         state.restore()
         drop_casts()
         leave_breadcrumb("")

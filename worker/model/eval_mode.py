@@ -7,8 +7,9 @@ jobs.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +19,18 @@ from worker.contract.profile import CutError, TraceError, resolve_stage_starts
 from worker.model.export import TracedModel, trace
 from worker.model.pytree import TreeSpec
 from worker.model.stages import StageEdge, StageModule
+
+
+@contextlib.contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode in the body; each of its modules is afterwards in the mode in which it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def trace_in_eval_mode(
@@ -31,23 +44,19 @@ def trace_in_eval_mode(
     whole: bool = False,
 ) -> TracedModel:
     """`trace` of the model in eval mode; each of its modules is afterwards in the mode in which it was."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     try:
-        return trace(
-            model,
-            example_inputs,
-            autocast=autocast,
-            device=device,
-            transfers=transfers,
-            opaque=opaque,
-            whole=whole,
-        )
+        with in_eval_mode(model):
+            return trace(
+                model,
+                example_inputs,
+                autocast=autocast,
+                device=device,
+                transfers=transfers,
+                opaque=opaque,
+                whole=whole,
+            )
     except TraceError as error:
         raise TraceError(f"in eval mode, which `evaluation` needs: {error}") from error
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 @dataclass(frozen=True)

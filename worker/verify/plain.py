@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,18 +19,33 @@ from worker.actor.loss import takes_inputs
 from worker.actor.model_host import build_job_model
 from worker.actor.optimizer import make_loss, make_optimizer, make_schedule, target_counter
 from worker.checkpoint.sources import fill_model
+from worker.checks.loss_reduction import (
+    TOLERANCE,
+    Loss,
+    Rows,
+    batch_of,
+    in_float32,
+    is_loss_of_batch,
+    loss_of_rows,
+)
 from worker.contract.failures import leave_breadcrumb
 from worker.contract.job import AUTOCAST_DTYPES, FP16, Job, LossScaling, Training
 from worker.data.dataset import SampleOrder
 from worker.data.microbatches import BatchSlice, Microbatches, MicrobatchTensors
-from worker.model.export import mark_checkpoint_regions
+from worker.model.eval_mode import in_eval_mode
+from worker.model.export import BufferSnapshot, mark_checkpoint_regions
 from worker.model.interface import adapt_model
+from worker.model.parity import tolerance_for
+from worker.model.python_state import PythonState
 from worker.model.pytree import Target, target_tensors, zero_loss
 from worker.model.rng import derive_seed, seeded
 from worker.model.rng_ops import RngKey, RngOp, replay_rng
 from worker.transport.base import real_view
 from worker.verify.recorder import Probes
 from worker.verify.rng_replay import HeterogeneousDraws, MeshRngOp
+
+_MOST_BATCH_BYTES = 2**31
+"""Of a model's outputs for a whole batch: with copies they take five times as much."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +66,24 @@ class PlainStep:
     @property
     def finite(self) -> bool:
         return math.isfinite(self.norm) and all(math.isfinite(loss) for loss in self.losses.values())
+
+
+@dataclass(frozen=True)
+class BatchLoss:
+    """The loss of a whole batch at once, and what the losses of its microbatches make, as the job weighs them."""
+
+    together: float
+    apart: float
+    parts: tuple[float, ...]
+    tolerance: float
+
+    @property
+    def is_equal(self) -> bool:
+        return is_loss_of_batch(self.apart, self.together, self.parts, self.tolerance)
+
+
+class NotComparableError(Exception):
+    """The loss of a batch cannot be compared with those of its microbatches, for the reason that it says."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +138,7 @@ class PlainModel:
             for _ in range(self._workers)
         ]
         """Of each worker: a data-parallel worker's statistics are of its own rows."""
+        self._outputs: dict[tuple[int, int], tuple[Tensor, ...]] | None = {}  # of the step just made
         self.loss_changes_target = False
         """True once a call of the loss has changed its target in place."""
 
@@ -123,6 +157,7 @@ class PlainModel:
         for parameter in self.trained.values():
             parameter.grad = None
         losses, outputs, added = {}, {}, {}
+        self._outputs = {}
         rows = {
             (worker, microbatch): self.rows(step, worker, microbatch)
             for worker in range(self._workers)
@@ -206,11 +241,21 @@ class PlainModel:
         with seeded(derive_seed(self.seed, "plain", worker, step, microbatch)), mark_checkpoint_regions():
             with self._autocast(), replay_rng(self.model, self._calls, key, shared=self._shared_draws(key)):
                 output = self.model(*inputs)
-            made = [self._probes.of(one) for one in (output if isinstance(output, tuple) else (output,))]
+            returned = output if isinstance(output, tuple) else (output,)
+            made = [self._probes.of(one) for one in returned]
+            self._keep_outputs(at, returned)
             versions = [one._version for one in target_tensors(target)]
             loss = self._call_loss(output, target, share)
         self.loss_changes_target |= versions != [one._version for one in target_tensors(target)]
         return loss, made
+
+    def _keep_outputs(self, at: tuple[int, int], outputs: tuple[Tensor, ...]) -> None:
+        """Until the next step, for the loss of the whole batch, unless those of all microbatches are too much."""
+        microbatches = self._workers * self._microbatches
+        if microbatches * sum(one.nbytes for one in outputs) > _MOST_BATCH_BYTES:
+            self._outputs = None
+        elif self._outputs is not None:
+            self._outputs[at] = tuple(one.detach().clone() for one in outputs)
 
     def losses_again(
         self, step: int, at: tuple[int, int], outputs: Sequence[Tensor], times: int
@@ -228,6 +273,68 @@ class PlainModel:
                 loss = self._call_loss(own[0] if len(own) == 1 else own, rows[at], share)
             losses.append(float(loss.detach()))
         return losses
+
+    def batch_loss(self, step: int) -> BatchLoss:
+        """The loss of all rows of the step just made at once, beside those of its microbatches, from the same outputs.
+
+        A model that returns its own loss is run again, in eval mode. Changes nothing of this model. Raises
+        NotComparableError."""
+        rows = {
+            (worker, microbatch): self.rows(step, worker, microbatch)
+            for worker in range(self._workers)
+            for microbatch in range(self._microbatches)
+        }
+        shares = self._shares({at: target for at, (_, target) in rows.items()})
+        if not any(shares.values()):
+            raise NotComparableError(f"step {step} has no target")
+        try:
+            if self._job.loss is None:
+                with self._in_eval_mode():
+                    return self._batch_loss(self._model_loss, list(rows.values()), shares)
+            if self._outputs is None:
+                raise NotComparableError(f"the outputs of a batch have more than {_MOST_BATCH_BYTES:,} bytes")
+            # one of its own: a loss may count its calls
+            loss = make_loss(self._job.loss).with_output_spec(self._interface.tree_spec)
+            seen = in_float32([(self._outputs[at], target) for at, (_, target) in rows.items()])
+            return self._batch_loss(loss, seen, shares)
+        except NotComparableError:
+            raise
+        except Exception as error:
+            raise NotComparableError(f"of all rows it raises {type(error).__name__}: {error}") from error
+
+    @torch.no_grad()
+    def _batch_loss(self, loss: Loss, seen: Sequence[Rows], shares: Mapping[Any, float]) -> BatchLoss:
+        """`seen` are the rows of each microbatch, weighed by `shares`."""
+        batch = batch_of(seen)
+        if batch is None:
+            raise NotComparableError("outputs, or targets, have no rows of samples")
+        together = loss_of_rows(loss, batch)
+        if not math.isfinite(together):
+            raise NotComparableError("it is not finite")
+        if loss_of_rows(loss, batch, seed=1) != together:
+            raise NotComparableError("it draws random numbers")
+        pairs = [
+            (loss_of_rows(loss, own), share)
+            for own, share in zip(seen, shares.values(), strict=True)
+            if share
+        ]
+        apart = sum(part * share for part, share in pairs) / len(shares)
+        tolerance = max(TOLERANCE, tolerance_for(self.model, None, "cpu").values)
+        return BatchLoss(together, apart, tuple(part for part, _ in pairs), tolerance)
+
+    @contextlib.contextmanager
+    def _in_eval_mode(self) -> Iterator[None]:
+        """The model in eval mode in the body; afterwards its Python state and its buffers are what they were."""
+        state, buffers = PythonState(self.model), BufferSnapshot(self.model)
+        try:
+            with in_eval_mode(self.model):
+                yield
+        finally:
+            state.restore()
+            buffers.restore()
+
+    def _model_loss(self, inputs: Tensor | tuple[Tensor, ...], _: Target) -> Tensor:
+        return self.model(*inputs) if isinstance(inputs, tuple) else self.model(inputs)
 
     def _call_loss(self, output: Tensor | tuple[Tensor, ...], target: Target, share: float) -> Tensor:
         with self._autocast():

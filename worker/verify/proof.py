@@ -40,8 +40,9 @@ from worker.verify.locate import (
     first_different_forward,
     with_tensors,
 )
-from worker.verify.plain import PlainModel, PlainStep
+from worker.verify.plain import NotComparableError, PlainModel, PlainStep
 from worker.verify.recorder import Probes, Recorder, StepRecord
+from worker.verify.resumed_stream import check_resumed_stream
 from worker.verify.rng_replay import mesh_rng_ops
 
 NOT_COVERED = (
@@ -121,6 +122,7 @@ def prove(
                 run.step(step)
                 proof.steps = step
                 report(f"step {step} of {steps} is equal")
+            proof.notes += filter(None, [check_resumed_stream(job, planned.microbatches)])
         except DifferenceFound as difference:
             proof.difference = str(difference)
         except RngOpMismatchError as error:
@@ -264,6 +266,7 @@ class _ProofRun:
         )
         compared.check_transfers()
         compared.check_losses()
+        self._check_batch_loss(step, compared)
         compared.check_scale()
         if expected.finite:
             compared.check_gradients()
@@ -273,6 +276,18 @@ class _ProofRun:
             plain.update(self._first_of_each(pipeline.gradients))
         compared.check_parameters(before, plain.parameters)
         compared.check_buffers(plain.buffers)
+
+    def _check_batch_loss(self, step: int, compared: StepComparison) -> None:
+        reduction = self._job.training.loss_reduction
+        if reduction == "microbatches":
+            return
+        try:
+            batch = self._plain.batch_loss(step)
+        except NotComparableError as error:
+            note = f"the loss of a whole batch was not compared with those of its microbatches: {error}"
+            self._proof.notes += [note] if note not in self._proof.notes else []
+        else:
+            compared.check_batch_loss(batch, reduction)
 
     def _plain_step(self, step: int) -> PlainStep:
         try:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from worker.actor.optimizer import ignored_target, make_loss, target_counter
-from worker.checks.loss_reduction import LossReductionError, check_loss_reduction
+from worker.checks.loss_reduction import LossReductionError, check_loss_reduction, check_own_loss
 from worker.contract.job import Factory, Job
 from worker.model.pytree import Targets
 
@@ -278,3 +278,63 @@ def test_several_targets_are_taken_in_parts_as_one():
 def test_half_precision_is_compared_in_float32():
     (output,), target = ROWS
     assert check_loss_reduction(functional.cross_entropy, [((output.bfloat16(),), target)], count=None) == []
+
+
+def test_a_loss_that_halves_break_is_not_tried_and_that_is_said():
+    (note,) = check_loss_reduction(lambda output, target: output[7].mean(), [REAL], count=None)
+    assert note == (
+        "the loss was not tried on parts of a batch: of them it raises IndexError: index 7 is out of bounds for dimension 0 "
+        "with size 4"
+    )
+
+
+def test_one_row_is_not_tried_and_that_is_said():
+    (note,) = check_loss_reduction(functional.mse_loss, [((normal(1, 5),), normal(1, 5))], count=None)
+    assert note == "the loss was not tried on parts of a batch: there is one row only"
+
+
+# A model that returns its own loss
+
+
+class OwnLoss(nn.Module):
+    """The mean over the targets that are not ignored, with dropout, a running statistic and a count of its calls."""
+
+    def __init__(self, noise: float = 0.0, fails: bool = False) -> None:
+        super().__init__()
+        self.drop, self.norm, self.calls = nn.Dropout(0.5), nn.BatchNorm1d(5), 0
+        self.noise, self.fails = noise, fails
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        self.calls += 1
+        if self.fails and not self.training:
+            raise RuntimeError("trains only")
+        logits = self.norm(self.drop(x)) + self.noise * torch.randn(len(x), 1).expand_as(x).cumsum(1)
+        return functional.cross_entropy(logits, labels)
+
+
+def own_rows(ignored: int = 0) -> list:
+    labels = ROWS[1].clone()
+    labels[:ignored] = IGNORED
+    return [((ROWS[0][0], labels), torch.zeros(len(labels)))]
+
+
+def test_a_models_own_mean_of_its_samples_passes_and_the_model_is_as_it_was():
+    model = OwnLoss()
+    assert check_own_loss(model, own_rows()) == []
+    assert model.training and model.drop.training and model.calls == 0
+
+
+def test_a_models_own_mean_of_unequal_targets_is_refused_with_both_ways_out():
+    with pytest.raises(
+        LossReductionError, match=r"is mean.*model\.output.*loss_reduction: tokens.*microbatches"
+    ):
+        check_own_loss(OwnLoss(), own_rows(ignored=3))
+
+
+def test_a_model_whose_own_loss_cannot_be_compared_is_noted_with_the_reason():
+    (drawn,) = check_own_loss(OwnLoss(noise=1.0), own_rows())
+    assert "draws random numbers in eval mode" in drawn
+    (failed,) = check_own_loss(OwnLoss(fails=True), own_rows())
+    assert "in eval mode, the model raises RuntimeError: trains only" in failed
+    (endless,) = check_own_loss(OwnLoss(), own_rows(ignored=4))
+    assert "not finite" in endless
