@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+import unicodedata
 from pathlib import PurePath
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
@@ -227,7 +228,7 @@ _REGEX_PREFIX = "re:"
 
 
 def _check_printable(value: str) -> str:
-    if any(ord(character) < 32 for character in value):
+    if any(unicodedata.category(character) == "Cc" for character in value):
         raise ValueError(f"{value!r} holds control characters: remove them")
     return value
 
@@ -300,13 +301,23 @@ class SpecPart(BaseModel):
 
 
 _MESSAGE_LIMIT = 20_000
+_COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def harmless_text(text: str) -> str:
+    """`text` without colours, and with other control characters than tabs and line ends written out (\\x1b): a terminal that
+    it is printed to shows them and obeys none."""
+    return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", _COLOURS.sub("", text))
 
 
 def storable_text(text: str | None) -> str | None:
-    """`text` in a form that PostgreSQL stores: no NUL, no half surrogates, cut at the limit."""
+    """`text` in a form that PostgreSQL stores and no terminal obeys: no controls, no half surrogates, cut at the limit."""
     if text is None:
         return None
-    text = text.replace("\x00", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode()
+    text = harmless_text(
+        text.replace("\x00", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode()
+    )
     return (
         text
         if len(text) <= _MESSAGE_LIMIT

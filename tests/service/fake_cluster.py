@@ -28,6 +28,7 @@ class FakeCluster:
         self.packages: dict[str, bytes] = {}
         self.away = False
         self.loses_answers = False
+        self.stops_nothing = False
         self.refusal: str | None = None
         self.not_now: str | None = None
         self.others: list[ResourceUse] = []
@@ -54,7 +55,7 @@ class FakeCluster:
     async def stop(self, submission_id: str) -> None:
         self._answer()
         self.stopped.append(submission_id)
-        if submission_id in self.states:
+        if submission_id in self.states and not self.stops_nothing:
             self.states[submission_id] = RayJob(RayState.STOPPED)
 
     async def log(self, submission_id: str) -> str:

@@ -9,7 +9,8 @@ Knows the data set and the inputs of stages; no model, no engine. Errors of the 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -136,6 +137,18 @@ class Batches:
                     self._check_shapes(rows, first, microbatch)
                     found.append(rows)
         return found
+
+    @attributed_to(Reason.DATA_FAILED)
+    def check_first_step(
+        self, count: int, *, limit_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Read the first `count` microbatches of training, no further than `limit_s` seconds allow: they are there, and of
+        the shapes of the first."""
+        began = clock()
+        for microbatch in range(min(count, self.microbatches)):
+            self.microbatch(self._microbatches.order.first_step, microbatch)
+            if clock() - began > limit_s:
+                return
 
     @attributed_to(Reason.DATA_FAILED)
     def checksums(self) -> tuple[str, str]:

@@ -9,6 +9,7 @@ Contents are checked by SHA-256, and loaded with weights_only. Older formats sta
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -380,9 +381,10 @@ def _names_path(folder: str, shard: str) -> str:
 def _write_atomically(files: AbstractFileSystem, path: str, write: Callable[[Any], Any]) -> str:
     """Write a file that appears at once: under another name first, then renamed. The SHA-256 of its content.
 
-    The content is never held as a whole beside what it is made of.
+    The content is never held as a whole beside what it is made of. Raises CheckpointError where no space is left.
     """
     partial = f"{path}.{uuid.uuid4().hex}{_PARTIAL_SUFFIX}"
+    summing = None
     try:
         with files.open(partial, "wb") as file:
             summing = _HashingFile(file)
@@ -392,10 +394,19 @@ def _write_atomically(files: AbstractFileSystem, path: str, write: Callable[[Any
                 os.fsync(file.fileno())
         files.mv(partial, path)
         return summing.sha256.hexdigest()
-    except BaseException:
+    except BaseException as error:
         with suppress(Exception):
             files.rm_file(partial)
-        raise
+        # torch.save ends its file behind an error of a write, which hides that error
+        cause = (summing and summing.error) or error
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise CheckpointError(
+                f"no space is left for {path} ({cause.strerror}): free some, keep fewer (checkpoint.keep), or name another "
+                "place in checkpoint.uri"
+            ) from cause
+        if cause is error:
+            raise
+        raise cause from error
 
 
 class _HashingFile:
@@ -404,10 +415,16 @@ class _HashingFile:
     def __init__(self, file: Any):
         self._file = file
         self.sha256 = hashlib.sha256()
+        self.error: OSError | None = None
+        """The first error of a write."""
 
     def write(self, content: bytes | memoryview) -> int:
         self.sha256.update(content)
-        self._file.write(content)
+        try:
+            self._file.write(content)
+        except OSError as error:
+            self.error = self.error or error
+            raise
         return len(content)
 
     def flush(self) -> None:

@@ -329,6 +329,13 @@ def untraceable_error(
     return _UntraceableError(f"torch.export cannot trace {type(model).__name__}{place}: {reason}", path)
 
 
+_ONE_ROW_ERROR = "Expected more than 1 value per channel when training"
+_ONE_ROW_REMEDY = (
+    "of one row there are no statistics: give a worker more rows of a microbatch, by fewer training.microbatches, fewer "
+    "data-parallel workers or a larger training.global_batch, or set training.sync_batch_norm"
+)
+
+
 class _UntraceableError(TraceError):
     """A TraceError of a forward that runs eagerly; `path` is the module in which tracing it ended, empty for the model."""
 
@@ -828,6 +835,7 @@ def _export(
             raise TraceError(
                 f"{type(model).__name__}.forward raised {type(own).__name__}: {own} "
                 f"(inputs {', '.join(f'{tuple(x.shape)} {x.dtype}' for x in example_inputs)})"
+                + (f": {_ONE_ROW_REMEDY}" if _ONE_ROW_ERROR in str(own) else "")
             ) from own
         frames = list(_error_frames(error))
         if _is_transform_error(error, frames) and not _innermost_user_line(error, frames):

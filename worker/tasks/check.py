@@ -53,6 +53,9 @@ from worker.model.pytree import target_tensors
 STEP_LIMIT_S = 60.0
 STEP_MEMORY_BYTES = 4 << 30
 """Of a step, and at most half of what this machine has left: others train here."""
+_FURTHER_MICROBATCHES = 4
+_FURTHER_LIMIT_S = 10.0
+"""Of so many microbatches of the first step the shapes are compared, as far as they are read in this time."""
 _NICENESS = 10
 _PR_SET_PDEATHSIG = 1
 _SECTIONS = ("model", "data", "loss", "optimizer", "evaluation", "tracking")
@@ -278,6 +281,7 @@ def _check_data(job: Job, with_evaluation: bool, findings: Findings) -> None:
         findings.inputs = SampleInputs(batches.keywords, len(batches.sample[0]))
         findings.samples, findings.tokens = batches.samples_in_all, batches.tokens_per_sample
         findings.checked.append(f"data: {_describe_sample(batches, job.loss is None)}")
+        batches.check_first_step(_FURTHER_MICROBATCHES, limit_s=_FURTHER_LIMIT_S)
     if job.evaluation is None or not with_evaluation:
         return
     evaluation = replace(job.evaluation, data=replace(job.evaluation.data, loader=Loader()))

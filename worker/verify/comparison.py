@@ -27,7 +27,7 @@ from worker.model.parity import (
     rms,
 )
 from worker.transport.base import real_view
-from worker.verify.plain import BatchLoss, PlainStep
+from worker.verify.plain import PlainStep
 from worker.verify.recorder import BackwardSlot, StepRecord, probe_norm
 
 
@@ -173,19 +173,6 @@ class StepComparison:
                     f"the loss of microbatch {microbatch} is {found:.8g} in the pipeline and {expected:.8g} in the "
                     f"plain model; made by {self._first_forward(worker, microbatch)}"
                 )
-
-    def check_batch_loss(self, batch: BatchLoss, reduction: str) -> None:
-        """The losses of microbatches, as training.loss_reduction (`reduction`) weighs them, make the loss of the batch."""
-        apart = abs(batch.apart - batch.together) / (abs(batch.together) or 1.0)
-        self._worst.add("losses of whole batches", Distance(apart, batch.tolerance))
-        if not batch.is_equal:
-            raise self._different(
-                f"the loss of the whole batch is {batch.together:.8g}, and those of its microbatches, weighed by "
-                f"training.loss_reduction {reduction}, make {batch.apart:.8g}: the loss is no mean that is "
-                "weighed so. If it is one over targets, set loss_reduction to tokens, and give the loss an "
-                "attribute count_targets(target) that returns what it divides by; or to microbatches if each shall be a "
-                "batch of its own"
-            )
 
     def check_gradients(self) -> None:
         """Gradients of every parameter, in the order of a backward, before clipping; then the norm, and clipping."""

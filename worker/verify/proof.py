@@ -40,10 +40,10 @@ from worker.verify.locate import (
     first_different_forward,
     with_tensors,
 )
-from worker.verify.plain import NotComparableError, PlainModel, PlainStep
+from worker.verify.plain import PlainModel, PlainStep
 from worker.verify.recorder import Probes, Recorder, StepRecord
-from worker.verify.resumed_stream import check_resumed_stream
 from worker.verify.rng_replay import mesh_rng_ops
+from worker.verify.shared_parts import check_batch_loss, check_resumed_stream
 
 NOT_COVERED = (
     "the job runs on CPU and in one process: CUDA's kernels and streams, NCCL, several nodes and Ray are not covered",
@@ -266,7 +266,7 @@ class _ProofRun:
         )
         compared.check_transfers()
         compared.check_losses()
-        self._check_batch_loss(step, compared)
+        self._note(check_batch_loss(plain, step, self._job.training.loss_reduction, self._proof.worst))
         compared.check_scale()
         if expected.finite:
             compared.check_gradients()
@@ -277,17 +277,8 @@ class _ProofRun:
         compared.check_parameters(before, plain.parameters)
         compared.check_buffers(plain.buffers)
 
-    def _check_batch_loss(self, step: int, compared: StepComparison) -> None:
-        reduction = self._job.training.loss_reduction
-        if reduction == "microbatches":
-            return
-        try:
-            batch = self._plain.batch_loss(step)
-        except NotComparableError as error:
-            note = f"the loss of a whole batch was not compared with those of its microbatches: {error}"
-            self._proof.notes += [note] if note not in self._proof.notes else []
-        else:
-            compared.check_batch_loss(batch, reduction)
+    def _note(self, note: str | None) -> None:
+        self._proof.notes += [note] if note is not None and note not in self._proof.notes else []
 
     def _plain_step(self, step: int) -> PlainStep:
         try:

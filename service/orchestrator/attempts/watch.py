@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_TIMEOUT_S = 30.0
 """An event names a driver that has not reported for this time."""
+START_NOTICE_S = 60.0
+"""An event names a driver that has not reported at all for this time, with what Ray says of it."""
 _ASK_EVERY_S = 1.5
 _STOP_EVERY_S = 5.0
 _STOP_DECISION_VALID_S = 5.0
@@ -65,6 +67,8 @@ class _WatchState:
     """Why Ray did not answer when it was asked last."""
     asked_at: float = 0.0
     stopped_at: float = 0.0
+    stop_asked_at: float | None = None
+    """When Ray was first asked to stop the driver."""
     busy: bool = False
     silence_reported: bool = False
     missing_reported: bool = False
@@ -127,7 +131,7 @@ class AttemptWatcher:
                 await self._report_missing(attempt)
                 watched.missing_reported = True
             decision = decide_attempt(
-                _to_watched_attempt(attempt, job, watched.ray),
+                _to_watched_attempt(attempt, job, watched),
                 watching_since=read_at - self._silence_s(attempt, read_at),
                 now=read_at,
                 limits=self.limits,
@@ -147,6 +151,7 @@ class AttemptWatcher:
                 # a process that was frozen meanwhile decides anew
                 if recorded and time.monotonic() - decided_at < _STOP_DECISION_VALID_S:
                     await cluster.stop(attempt.id)
+                    watched.stop_asked_at = watched.stop_asked_at or read_at
             elif isinstance(decision, EndAttempt):
                 await self._end(attempt, decision)
             else:
@@ -188,10 +193,13 @@ class AttemptWatcher:
         return True
 
     async def _report_silence(self, attempt: Attempt, watched: _WatchState, read_at: float) -> None:
-        """Add one event when a driver falls silent, long before it is given up."""
-        silent = attempt.heartbeat_at is not None and self._silence_s(attempt, read_at) >= HEARTBEAT_TIMEOUT_S
+        """Add one event when a driver falls silent, or does not start, long before it is given up."""
+        started = attempt.heartbeat_at is not None
+        limit_s = HEARTBEAT_TIMEOUT_S if started else START_NOTICE_S
+        silent = self._silence_s(attempt, read_at) >= limit_s
         if silent and not watched.silence_reported:
-            message = f"no report for {HEARTBEAT_TIMEOUT_S:g} s; {_ray_text(watched)}"
+            what = "no report" if started else "the driver has not started"
+            message = f"{what} for {limit_s:g} s; {_ray_text(watched)}"
             async with self._database.write() as session:
                 if job := await lock_job(session, attempt.job_id):
                     add_event(session, job, "silent", message, at=utc_now(), attempt=attempt.number)
@@ -244,7 +252,7 @@ class AttemptWatcher:
 def _ray_text(watched: _WatchState) -> str:
     """Says what Ray answered about the driver, or why it did not."""
     if watched.ray is not None:
-        return f"Ray says: {watched.ray.state}"
+        return f"Ray says: {watched.ray}"
     return watched.ray_error or "Ray was not asked about it yet"
 
 
@@ -256,14 +264,15 @@ def _unix_seconds(time_: datetime | None) -> float | None:
     return None if time_ is None else time_.timestamp()
 
 
-def _to_watched_attempt(attempt: Attempt, job: Job, ray: RayJob | None) -> WatchedAttempt:
+def _to_watched_attempt(attempt: Attempt, job: Job, watched: _WatchState) -> WatchedAttempt:
     return WatchedAttempt(
         created_at=attempt.created_at.timestamp(),
         submitted_at=_unix_seconds(attempt.submitted_at),
         heartbeat_at=_unix_seconds(attempt.heartbeat_at),
         cancel_requested_at=_unix_seconds(job.cancel_requested_at),
-        ray=ray,
+        ray=watched.ray,
         deadline=attempt_deadline(attempt, job),
         end_asked_at=_unix_seconds(attempt.end_asked_at),
         end_asked_for=None if attempt.end_asked_for is None else Reason.parse(attempt.end_asked_for),
+        stop_asked_at=watched.stop_asked_at,
     )

@@ -159,13 +159,18 @@ class RayJob:
     exit_code: int | None = None
     ended_seen_at: float | None = None
 
+    def __str__(self) -> str:
+        """The state and the first line of what Ray says of it."""
+        said = (self.message or "").strip().split("\n", 1)[0]
+        return f"{self.state}: {said}" if said else str(self.state)
+
 
 @dataclass(frozen=True)
 class WatchedAttempt:
     """An attempt that is not final.
 
     `ray` is None while Ray has not answered about it; at `deadline` it has used up its job's time; at `end_asked_at` a
-    graceful stop was requested, for the reason `end_asked_for`.
+    graceful stop was requested, for the reason `end_asked_for`; at `stop_asked_at` Ray was first asked to stop the driver.
     """
 
     created_at: float
@@ -176,6 +181,7 @@ class WatchedAttempt:
     deadline: float | None = None
     end_asked_at: float | None = None
     end_asked_for: Reason | None = None
+    stop_asked_at: float | None = None
 
 
 CANCEL_GRACE_S = 15.0
@@ -195,6 +201,9 @@ class WatchLimits:
     """Time for a driver to save a checkpoint after a graceful stop was requested."""
     report_grace_s: float = 3.0
     """Time for the last report of a driver whose end Ray saw first."""
+    stop_limit_s: float = 10.0
+    """Time for Ray to end a driver that it was asked to stop: it kills one 3 s after it told it to end. Behind it the
+    attempt ends without Ray's word; a driver that lives on is fenced off, and what it holds counts as held by others."""
 
 
 @dataclass(frozen=True)
@@ -261,13 +270,17 @@ def decide_attempt(
         return problem or _driver_lost(attempt.ray)
     if cancelled and now - attempt.cancel_requested_at >= limits.cancel_grace_s:
         out_of_reach = attempt.ray is None and problem is not None
-        return _cancelled_end() if out_of_reach else StopDriver("the driver did not end by itself")
+        if out_of_reach or _stop_failed(attempt, now, limits):
+            return _cancelled_end()
+        return StopDriver("the driver did not end by itself")
     if attempt.end_asked_for is not None and not cancelled:
         if attempt.end_asked_at is None or now - attempt.end_asked_at < limits.end_grace_s:
             return DoNothing()
         late = f"in the {limits.end_grace_s:g} s that it had to save a checkpoint"
         if attempt.ray is None and problem is not None:
             return _graceful_stop_end(attempt.end_asked_for, f"unheard, {late}")
+        if _stop_failed(attempt, now, limits):
+            return _graceful_stop_end(attempt.end_asked_for, f"without Ray's word: it did not stop, {late}")
         return StopDriver(f"the driver did not end {late}")
     if attempt.deadline is not None and now >= attempt.deadline and not cancelled:
         return RequestGracefulStop(
@@ -275,7 +288,13 @@ def decide_attempt(
         )
     if problem is None:
         return DoNothing()
-    return problem if attempt.ray is None else StopDriver(problem.message)
+    out_of_reach = attempt.ray is None or _stop_failed(attempt, now, limits)
+    return problem if out_of_reach else StopDriver(problem.message)
+
+
+def _stop_failed(attempt: WatchedAttempt, now: float, limits: WatchLimits) -> bool:
+    """True where Ray has not ended the driver in the time that it has for it."""
+    return attempt.stop_asked_at is not None and now - attempt.stop_asked_at >= limits.stop_limit_s
 
 
 def _liveness_problem(
@@ -286,7 +305,8 @@ def _liveness_problem(
         waited_s = now - max(attempt.created_at, watching_since)
         if waited_s < limits.start_timeout_s:
             return None
-        message = f"the driver has not reported in {limits.start_timeout_s:g} s since its start"
+        said = "" if attempt.ray is None else f"; Ray says: {attempt.ray}"
+        message = f"the driver has not reported in {limits.start_timeout_s:g} s since its start{said}"
         return EndAttempt(AttemptState.FAILED, Reason.START_TIMEOUT, message)
     silent_s = now - max(attempt.heartbeat_at, watching_since)
     if silent_s < limits.silence_limit_s:

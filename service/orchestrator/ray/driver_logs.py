@@ -18,6 +18,7 @@ from typing import NamedTuple
 from service.orchestrator.ray.clusters import Clusters
 from service.orchestrator.ray.jobs_api import Cluster, ClusterError
 from service.settings.clusters import DEFAULT_CLUSTER
+from service.spec.values import harmless_text
 from service.store.attempts import LogLocation, attempts_without_log, find_attempt, stored_log
 from service.store.database import Database, Sessions, utc_now
 from service.store.tables import Attempt
@@ -238,4 +239,6 @@ class LogWindow:
 
 
 def _decode_line(line: bytes) -> str:
-    return line.replace(b"\x00", b"").decode("utf-8", "replace")
+    """The line as a terminal shows it in the end: of a progress bar, which begins anew behind each \\r, the last state."""
+    shown = line.rstrip(b"\r").rpartition(b"\r")[2]
+    return harmless_text(shown.replace(b"\x00", b"").decode("utf-8", "replace"))

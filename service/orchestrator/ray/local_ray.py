@@ -39,6 +39,9 @@ _START_TRIES = 3
 _STOP_LIMIT_S = 20.0
 _RESTART_PAUSE_S = 1.0
 _RESTART_PAUSE_LIMIT_S = 60.0
+_SOCKET_NAME_LIMIT = 107 if sys.platform == "linux" else 103
+_SESSION_SOCKET = "ray/session_2026-11-26_17-46-39_050000_1234567/sockets/plasma_store"
+"""The longest name that Ray gives to a socket, below its folder for temporary files."""
 _STABLE_AFTER_S = 120.0
 """A Ray that lived for this time did not end because of how it was started."""
 _CONTROL_PLANE_VARIABLES = (
@@ -89,16 +92,17 @@ class LocalRay:
             f"--object-store-memory={_OBJECT_STORE_BYTES}",
             f"--resources={json.dumps({RAY_RESOURCES['cpu']: settings.local_workers})}",
             "--disable-usage-stats",
-            "--include-log-monitor=false",
             "--no-monitor",  # no autoscaler: this is one machine
         ]
 
     async def start(self) -> None:
-        """Return when the Jobs API serves. Raises RuntimeError where it does not within the limit, OSError without ports.
+        """Return when the Jobs API serves. Raises RuntimeError where it does not within the limit, or the folder of its
+        sessions has too long a name, OSError without ports.
 
         A Ray that ends while it starts is followed by another on other ports: a port may have been taken, and Ray gives
         up by itself where a busy machine needs longer than it waits for its parts.
         """
+        _check_session_folder()
         try:
             async with asyncio.timeout(_START_LIMIT_S):
                 for tries_left in reversed(range(_START_TRIES)):
@@ -207,6 +211,18 @@ class LocalRay:
         for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN_PATH", *_CONTROL_PLANE_VARIABLES, *cluster_tokens):
             environment.pop(name, None)
         return environment
+
+
+def _check_session_folder() -> None:
+    """Raise RuntimeError where the sockets of a session would have longer names than the system takes."""
+    variable = next((name for name in ("RAY_TMPDIR", "TMPDIR") if name in os.environ), None)
+    folder = os.environ[variable] if variable else "/tmp"
+    length = len(os.fsencode(os.path.join(folder, _SESSION_SOCKET)))
+    if length > _SOCKET_NAME_LIMIT:
+        raise RuntimeError(
+            f"{variable} is {folder!r}, {length - _SOCKET_NAME_LIMIT} bytes too long for the sockets of a local Ray, whose "
+            f"names have {_SOCKET_NAME_LIMIT} bytes at most: set RAY_TMPDIR to a shorter folder, such as /tmp"
+        )
 
 
 def free_ports(number: int) -> list[int]:

@@ -64,6 +64,7 @@ class CheckTask(Task[CheckRequest, CheckAnswer]):
     name = "check"
     concurrency = 4
     limit_s = CHECK_LIMIT_S + _START_S
+    start_limit_s = _START_S
     error = CheckUndecidedError
 
     def key(self, request: CheckRequest, cluster: str) -> str:
@@ -93,7 +94,9 @@ class CheckTask(Task[CheckRequest, CheckAnswer]):
         return f"{runs} jobs are being checked"
 
     def timeout_message(self, began: bool) -> str:
-        return f"no answer within {self.limit_s:g} s{'' if began else ', as Ray did not start its process'}"
+        if began:
+            return f"no answer within {self.limit_s:g} s"
+        return f"Ray did not start its process within {self.start_limit_s:g} s"
 
     def no_result_message(self, detail: str) -> str:
         return detail if code_setup_failure(detail) else f"its process ended without a result ({detail})"

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import math
 import secrets
 import shlex
 import time
@@ -60,11 +61,12 @@ class TaskState(StrEnum):
 
 
 class TaskTimeoutError(Exception):
-    """The Ray job had not ended in time and was stopped; `began`: it had its resources."""
+    """The Ray job had not ended, or begun, in time and was stopped; `began`: it had its resources. `said` is Ray's last
+    word on it."""
 
-    def __init__(self, began: bool) -> None:
+    def __init__(self, began: bool, said: str = "") -> None:
         super().__init__(f"{'ran' if began else 'waited for its turn'} for too long")
-        self.began = began
+        self.began, self.said = began, said
 
 
 class NoTaskResultError(Exception):
@@ -82,6 +84,8 @@ class Task(ABC, Generic[RequestT, ResultT]):
     """Runs that may wait beyond these."""
     limit_s: ClassVar[float]
     """Limit of one run, the wait for its resources included."""
+    start_limit_s: ClassVar[float] = math.inf
+    """Limit of the wait for its resources alone."""
     error: ClassVar[type[Exception]]
     """The exception for a run that failed; its message says why and what to do."""
 
@@ -136,9 +140,12 @@ class Task(ABC, Generic[RequestT, ResultT]):
         avoided = await run_to_completion(self._avoided(cluster, submission))
         submission = replace(submission, avoid=tuple(dict.fromkeys((*submission.avoid, *avoided))))
         try:
-            return await run_ray_task(cluster.ray, submission, read, limit_s=self.limit_s)
+            return await run_ray_task(
+                cluster.ray, submission, read, limit_s=self.limit_s, start_limit_s=self.start_limit_s
+            )
         except TaskTimeoutError as error:
-            raise self.error(self.timeout_message(error.began)) from None
+            said = "" if error.began else f"; Ray says: {error.said}"
+            raise self.error(f"{self.timeout_message(error.began)}{said}") from None
         except NoTaskResultError as error:
             raise self.error(self.no_result_message(str(error))) from None
         except self.error:
@@ -249,32 +256,41 @@ class TaskRunner(Generic[RequestT, ResultT]):
 
 
 async def run_ray_task(
-    cluster: Cluster, submission: RayJobSubmission, read: Callable[[str], OutputT | None], *, limit_s: float
+    cluster: Cluster,
+    submission: RayJobSubmission,
+    read: Callable[[str], OutputT | None],
+    *,
+    limit_s: float,
+    start_limit_s: float = math.inf,
 ) -> OutputT:
     """Start `submission`, wait until it has ended and read its result; it is stopped in any case.
 
     `read` gives what the output says, None where it is not there yet, and may raise. Raises TaskTimeoutError after
-    `limit_s`, NoTaskResultError, and ClusterError where it could not be started.
+    `limit_s`, or where it has not begun after `start_limit_s`, NoTaskResultError, and ClusterError where it could not be
+    started.
     """
-    deadline = time.monotonic() + limit_s
+    now = time.monotonic()
     try:
         await cluster.submit(submission)
-        await _wait_until_ended(cluster, submission.id, deadline)
+        await _wait_until_ended(cluster, submission.id, now + limit_s, now + start_limit_s)
         return await _read_output(cluster, submission.id, read)
     finally:
         with contextlib.suppress(ClusterError):
             await cluster.stop(submission.id)
 
 
-async def _wait_until_ended(cluster: Cluster, run_id: str, deadline: float) -> None:
-    state = None
-    while time.monotonic() < deadline:
+async def _wait_until_ended(cluster: Cluster, run_id: str, deadline: float, start_deadline: float) -> None:
+    run = None
+    while (now := time.monotonic()) < deadline:
         with contextlib.suppress(ClusterUnreachableError):
-            state = (await cluster.job(run_id)).state
-        if state in (RayState.SUCCEEDED, RayState.FAILED, RayState.STOPPED):
+            run = await cluster.job(run_id)
+        if run is not None and run.state in (RayState.SUCCEEDED, RayState.FAILED, RayState.STOPPED):
             return
+        if run is not None and run.state is RayState.PENDING and now >= start_deadline:
+            break
         await asyncio.sleep(min(TASK_POLL_S, max(0.0, deadline - time.monotonic())))
-    raise TaskTimeoutError(began=state is not RayState.PENDING)
+    began = run is None or run.state is not RayState.PENDING
+    raise TaskTimeoutError(began, "" if run is None else str(run))
 
 
 async def _read_output(cluster: Cluster, run_id: str, read: Callable[[str], OutputT | None]) -> OutputT:

@@ -25,7 +25,7 @@ from service.orchestrator.decisions.attempt_lifecycle import RayJob, RayState
 from service.orchestrator.loop import Orchestrator
 from service.orchestrator.ray.clusters import DriverSettings, build_clusters
 from service.orchestrator.ray.driver_logs import LogReader, LogWindow
-from service.orchestrator.ray.jobs_api import RayNode
+from service.orchestrator.ray.jobs_api import RayNode, ResourceUse
 from service.settings.settings import Settings
 from service.spec.job import JobSpec
 from service.spec.states import AttemptState
@@ -39,6 +39,7 @@ from service.store.tables import Attempt, Base, Job
 from service.store.transitions import lock_job
 from tests.service.conftest import create_job, job_body
 from tests.service.fake_cluster import FakeCluster, ask_at_once
+from worker.contract.job import placement_group_name
 
 SETTINGS = Settings(start_timeout_s=100)
 
@@ -401,6 +402,41 @@ async def test_a_driver_that_ignores_the_cancel_is_stopped(world: World):
     assert world.cluster.stopped == [f"{job_id}-1"]
     job = await world.job(job_id)
     assert (job.state, job.reason) == ("CANCELLED", "CANCELLED_BY_USER")
+
+
+async def test_a_driver_that_ray_does_not_stop_keeps_no_cancelled_job(world: World):
+    """What it holds on counts as held by others, and its next report is told to end."""
+    job_id = await world.start()
+    attempt = f"{job_id}-1"
+    world.cluster.states[attempt], world.cluster.stops_nothing = RayJob(RayState.PENDING), True
+    await world.cancel(job_id)
+    async with world.database.write() as session:
+        (await job_store.find_job(session, job_id)).cancel_requested_at -= timedelta(seconds=30)
+    await world.rounds(2)
+    assert {*world.cluster.stopped} == {attempt} and (await world.job(job_id)).state == "CANCELLING"
+    world.orchestrator.attempts.limits = replace(world.orchestrator.attempts.limits, stop_limit_s=0.0)
+    await world.rounds(2)
+    assert (await world.job(job_id)).state == "CANCELLED"
+    world.cluster.others = [ResourceUse(placement_group_name(attempt), {"slotline_worker": 3.0})]
+    next_job = await world.submit()
+    await world.rounds(1)
+    job = await world.job(next_job)
+    assert (job.state, job.reason) == ("QUEUED", "WAITS_FOR_ACCELERATORS")
+    with pytest.raises(StaleAttemptError, match="end this driver"):
+        await world.report(attempt, 2)
+
+
+async def test_a_driver_that_does_not_start_is_named_with_what_ray_says(world: World):
+    job_id = await world.submit()
+    await world.rounds(2)
+    world.cluster.states[f"{job_id}-1"] = RayJob(RayState.PENDING, "Job has not started yet.\nmore")
+    async with world.database.write() as session:
+        (await find_attempt(session, f"{job_id}-1")).created_at -= timedelta(seconds=61)
+    world.orchestrator.heartbeat.liveness.since -= 1000
+    await world.rounds(3)
+    async with world.database.read() as session:
+        told = [event.message for event in await events_of(session, job_id) if event.kind == "silent"]
+    assert told == ["the driver has not started for 60 s; Ray says: PENDING: Job has not started yet."]
 
 
 async def test_a_job_cancelled_before_its_driver_was_started_never_starts(world: World):

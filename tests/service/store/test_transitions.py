@@ -75,6 +75,10 @@ async def test_of_several_jobs_only_those_asked_for_are_locked_in_the_order_of_t
         assert [job.id for job in locked] == sorted([ids[0], ids[1], ids[3]])
 
 
+def test_text_that_a_job_raised_holds_nothing_that_a_terminal_obeys():
+    assert storable_text("a\x1b[31mred\x1b[0m\n\tb\x1b[2J\x00\r\x85") == "ared\n\tb\\x1b[2J\ufffd\\x0d\\x85"
+
+
 def test_text_is_cut_where_it_is_over_the_limit_and_says_so():
     assert storable_text(None) is None and storable_text("") == ""
     assert storable_text("x" * LIMIT) == "x" * LIMIT

@@ -436,6 +436,18 @@ def test_a_manifest_that_cannot_be_written_costs_no_older_checkpoint(base, monke
     assert load_checkpoint(old)[1] == 1
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a file that is always full is Linux's")
+def test_a_full_disk_is_named_with_the_ways_out(tmp_path, monkeypatch):
+    """torch.save raises something else behind the error of the write, and hides it."""
+    uri = step_uri(str(tmp_path), "job", 1)
+    full = os.open("/dev/full", os.O_WRONLY)
+    monkeypatch.setattr(LocalFileSystem, "open", lambda *_: os.fdopen(full, "wb", buffering=0))
+    with pytest.raises(
+        CheckpointError, match=r"no space is left for .*m0.*\(No space left.*checkpoint\.keep"
+    ):
+        save_shard(uri, step=1, shard="m0", state=shard("p0", 1.0))
+
+
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     uri = step_uri(str(tmp_path), "job", 1)
     save_shard(uri, step=1, shard="m0", state=shard("p0", 1.0))

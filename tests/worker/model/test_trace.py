@@ -362,3 +362,9 @@ def test_random_operations_have_names_of_their_own_that_no_cut_changes():
         assert len(names) == len(set(names)) == 4
         found.append(names)
     assert found[0] == found[1]
+
+
+def test_a_batch_norm_of_one_row_is_refused_with_the_settings_that_give_more():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with pytest.raises(TraceError, match=r"more than 1 value per channel .*fewer training\.microbatches"):
+        trace(model, (torch.zeros(1, 4),))

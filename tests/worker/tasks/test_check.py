@@ -34,6 +34,22 @@ OWN = textwrap.dedent(
             return (x if self.fields is None else {name: x for name in self.fields}), torch.ones(6)
 
 
+    class Few(Points):
+        def __len__(self):
+            return 3
+
+
+    class Texts(Points):
+        def __getitem__(self, index):
+            return torch.zeros(3 + index), torch.ones(6)
+
+
+    def pad(samples):
+        '''To the longest of a microbatch.'''
+        inputs, targets = zip(*samples)
+        return nn.utils.rnn.pad_sequence(inputs, batch_first=True), torch.stack(targets)
+
+
     class Named(nn.Module):
         def __init__(self):
             super().__init__()
@@ -118,6 +134,8 @@ JOBS = {
     "same names": job("Named", data={"fields": ["noisy", "time"]}),
     "no parameter": job() | {"model": {"factory": "own:Stack", "freeze": ["haed.*"]}},
     "group": job(optimizer=GROUP),
+    "other lengths": job() | {"data": {"factory": "own:Texts", "collate": {"factory": "own:pad"}}},
+    "too few": job() | {"data": {"factory": "own:Few", "at_end": "stop"}},
     "moved": job() | {"model": {"factory": "worker.model.gpt:build", "args": GPT}, "data": MOVED_DATA},
 }
 MAIN = """
@@ -225,6 +243,12 @@ def test_a_step_that_dies_or_takes_too_long_leaves_a_note_and_the_others_go_on(c
         ),
         ("other names", "has no argument 'tiem' (did you mean time?)"),
         ("no parameter", "model.freeze: no parameter is called 'haed.*'"),
+        (
+            "other lengths",
+            "is [4, 10] of torch.float32 in step 1, microbatch 1, and [4, 14] of torch.float32",
+        ),
+        ("other lengths", "cut or pad all samples to one shape"),
+        ("too few", "its 3 samples have no 8 for 1 steps of 8; give more, or set data.at_end to repeat"),
         ("group", "optimizer.groups[0] sets betas, which SGD does not know"),
     ],
 )

@@ -126,8 +126,21 @@ def test_a_window_holds_the_last_whole_lines_however_it_is_filled(size: int):
 def test_a_line_without_an_end_stays_within_the_limit():
     window = LogWindow(1000)
     for _ in range(100):
-        window.add(b"\rprogress" * 10)
+        window.add(b"-progress" * 10)
     assert len(window.text()) == 1000
+
+
+def test_what_a_job_prints_is_shown_and_obeyed_by_no_terminal():
+    window = LogWindow(1000)
+    window.add(
+        b"\x1b[1;32mgreen\x1b[0m\tand \x07bell\r\n\x1b]0;title\x07\x9b2J \xc2\x9b2J\n 1%\r50%\r\r99%\n"
+    )
+    assert [text for _, text in window.lines(0, ended=True)] == [
+        r"green	and \x07bell",
+        "\\x1b]0;title\\x07\N{REPLACEMENT CHARACTER}2J \\x9b2J",
+        "99%",
+    ]
+    assert window.text().startswith("green\tand ")
 
 
 async def test_who_asks_just_as_a_reader_that_nobody_asked_ends_gets_what_it_has(

@@ -31,6 +31,7 @@ from service.orchestrator.decisions.attempt_lifecycle import (
 from service.spec.job import Retry
 from service.spec.states import AttemptState
 from worker.contract import reasons
+from worker.contract.reasons import Reason
 
 FOUR = Capacity({"cpu": 4, "cuda": 0})
 
@@ -222,7 +223,9 @@ def test_never_more_is_given_than_there_is_and_every_job_gets_one_answer(waiting
 
 # Watching
 
-LIMITS = WatchLimits(silence_limit_s=100, start_timeout_s=50, cancel_grace_s=10, report_grace_s=3)
+LIMITS = WatchLimits(
+    silence_limit_s=100, start_timeout_s=50, cancel_grace_s=10, report_grace_s=3, stop_limit_s=15
+)
 STARTED = WatchedAttempt(created_at=0, submitted_at=1, heartbeat_at=None, cancel_requested_at=None, ray=None)
 RUNNING = replace(STARTED, heartbeat_at=20, ray=RayJob(RayState.RUNNING))
 
@@ -328,6 +331,33 @@ def test_a_cancelled_driver_has_its_grace_then_is_stopped_then_ends():
     assert isinstance(look(cancelled, 31), StopDriver)
     gone = replace(cancelled, ray=RayJob(RayState.STOPPED, ended_seen_at=31.0))
     assert look(gone, 34).state is AttemptState.CANCELLED
+
+
+@pytest.mark.parametrize("ray", [RayJob(RayState.PENDING), RayJob(RayState.RUNNING)], ids=str)
+@pytest.mark.parametrize("heartbeat_at", [None, 44.0])
+def test_a_cancelled_driver_that_ray_does_not_stop_holds_nothing_behind_the_limit(ray, heartbeat_at):
+    stopping = replace(
+        STARTED, ray=ray, heartbeat_at=heartbeat_at, cancel_requested_at=21, stop_asked_at=31.0
+    )
+    assert isinstance(look(stopping, 45.9), StopDriver)
+    assert look(stopping, 46).state is AttemptState.CANCELLED
+
+
+def test_no_stop_of_a_driver_waits_for_ray_for_ever():
+    late = replace(RUNNING, end_asked_at=30.0, end_asked_for=Reason.PREEMPTED, stop_asked_at=95.0)
+    assert isinstance(look(late, 109), StopDriver)
+    answer = look(late, 110)
+    assert answer.reason == "PREEMPTED" and "without Ray's word" in answer.message
+    silent = replace(RUNNING, stop_asked_at=121.0)
+    assert isinstance(look(silent, 135), StopDriver)
+    assert look(silent, 136).reason == "DRIVER_LOST"
+
+
+def test_a_driver_that_never_started_ends_with_what_ray_says_of_it():
+    pending = RayJob(RayState.PENDING, "Job has not started yet: no worker\nits traceback")
+    answer = look(replace(STARTED, ray=pending, stop_asked_at=50.0), 65)
+    assert answer.reason == "START_TIMEOUT"
+    assert answer.message.endswith("since its start; Ray says: PENDING: Job has not started yet: no worker")
 
 
 # After a failure

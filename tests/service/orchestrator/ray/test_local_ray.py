@@ -117,6 +117,15 @@ async def test_a_ray_whose_port_was_taken_starts_on_another(monkeypatch: pytest.
     assert gone(local.token), "the Ray that could not start left processes behind"
 
 
+async def test_a_folder_whose_name_leaves_no_room_for_sockets_is_refused_at_once(monkeypatch):
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv("TMPDIR", f"/tmp/{'a' * 60}")
+    with pytest.raises(
+        RuntimeError, match=r"TMPDIR is '/tmp/aaa.* bytes too long .*set RAY_TMPDIR to a shorter"
+    ):
+        await LocalRay(Settings()).start()
+
+
 async def test_a_ray_that_never_starts_is_given_up_with_its_exit_code(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(LocalRay, "_options", lambda self: ["--no-such-option"])
     local = LocalRay(Settings())

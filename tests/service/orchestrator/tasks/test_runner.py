@@ -314,3 +314,17 @@ async def test_a_process_that_ends_in_the_middle_of_a_query_keeps_nobody_waiting
     async with asyncio.timeout(20):
         await ending
     assert await rows(database) == []
+
+
+async def test_a_process_that_ray_does_not_start_is_given_up_early_with_what_ray_says():
+    cluster = FakeCluster()
+    submission = RayJobSubmission("check-1", "python", {}, {})
+
+    async def submit(_: RayJobSubmission) -> None:
+        cluster.states["check-1"] = RayJob(RayState.PENDING, "Job has not started yet.\nmore")
+
+    cluster.submit = submit
+    with pytest.raises(runner.TaskTimeoutError) as ended:
+        await runner.run_ray_task(cluster, submission, lambda log: log, limit_s=100, start_limit_s=0)
+    assert (ended.value.began, ended.value.said) == (False, "PENDING: Job has not started yet.")
+    assert cluster.stopped == ["check-1"]

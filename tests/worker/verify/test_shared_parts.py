@@ -10,7 +10,7 @@ import torch
 from worker.contract.job import Job
 from worker.data.stream import Stream
 from worker.verify.comparison import DifferenceFound
-from worker.verify.resumed_stream import check_resumed_stream
+from worker.verify.shared_parts import check_resumed_stream
 
 SAMPLES = 11
 

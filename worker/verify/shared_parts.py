@@ -1,7 +1,7 @@
-"""Compares a stream that goes on from a saved place with the same stream uninterrupted, over the end of an epoch.
+"""Checks of what the pipeline and its plain model share, so that no comparison of both sees it.
 
-A resume checks the next sample alone. What a data set's own state_dict leads to may differ later: in what follows, or
-from the next epoch on. Reads the job's data twice; runs no model.
+Both weigh microbatches by the job's own count of targets: here the loss of the whole batch stands beside it. Both read
+samples from the beginning: here a stream that goes on from a saved place stands beside itself, over the end of an epoch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from worker.contract.job import Job
 from worker.data.checksum import checksum
 from worker.data.dataset import SampleOrder, Source, make_source
 from worker.data.stream import DataEndedError
-from worker.verify.comparison import DifferenceFound
+from worker.model.parity import Distance
+from worker.verify.comparison import DifferenceFound, WorstDistances
+from worker.verify.plain import NotComparableError, PlainModel
 
 LIMIT_S = 10.0
 """How long both are read, at most."""
@@ -31,12 +33,38 @@ class _Read:
     epoch: int | None
 
 
+def check_batch_loss(plain: PlainModel, step: int, reduction: str, worst: WorstDistances) -> str | None:
+    """A note where the loss of the batch of the step just made cannot be compared with those of its microbatches.
+
+    Raises DifferenceFound where these, as training.loss_reduction (`reduction`) weighs them, do not make the former.
+    """
+    if reduction == "microbatches":
+        return None
+    try:
+        batch = plain.batch_loss(step)
+    except NotComparableError as error:
+        return f"the loss of a whole batch was not compared with those of its microbatches: {error}"
+    worst.add(
+        "losses of whole batches",
+        Distance(abs(batch.apart - batch.together) / (abs(batch.together) or 1.0), batch.tolerance),
+    )
+    if batch.is_equal:
+        return None
+    raise DifferenceFound(
+        f"step {step}: the loss of the whole batch is {batch.together:.8g}, and those of its microbatches, weighed by "
+        f"training.loss_reduction {reduction}, make {batch.apart:.8g}: the loss is no mean that is weighed so. If it is one "
+        "over targets, set loss_reduction to tokens, and give the loss an attribute count_targets(target) that returns what "
+        "it divides by; or to microbatches if each shall be a batch of its own"
+    )
+
+
 def check_resumed_stream(
     job: Job, microbatches: int, *, limit_s: float = LIMIT_S, clock: Callable[[], float] = time.monotonic
 ) -> str | None:
     """A note where the data was not read to the end of the epoch behind a resume; nothing for data with indices.
 
-    The resume is behind the first step. Raises DifferenceFound with the first sample that is another.
+    What a data set's own state_dict leads to may differ later than at the next sample, which a resume checks. The resume
+    is behind the first step; the data is read twice. Raises DifferenceFound with the first sample that is another.
     """
     training = job.training
     order = SampleOrder(job.data, training.seed, training.global_batch, microbatches)
