@@ -79,13 +79,19 @@ def run_task(
             remove_crash_report(process.pid)
 
 
+_POOL_END_S = 5.0
+
+
 def kill_pool(pool: ProcessPoolExecutor) -> None:
     """End a pool's processes at once, also in the middle of a call; calls that wait are cancelled."""
     # Until Python 3.14 (kill_workers) the executor has no public way to end a running call.
-    processes = list((pool._processes or {}).values())
+    processes, manager = list((pool._processes or {}).values()), pool._executor_manager_thread
     pool.shutdown(wait=False, cancel_futures=True)
     for process in processes:
         process.kill()
+    # at its exit Python wakes the thread of each pool, and stumbles over the pipe that a thread has just closed
+    if manager is not None:
+        manager.join(_POOL_END_S)
 
 
 SCALE_REQUEST_VARIABLE = "SLOTLINE_SCALE"

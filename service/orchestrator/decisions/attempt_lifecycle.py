@@ -268,7 +268,9 @@ def decide_attempt(
         if attempt.end_asked_for is not None:
             return _graceful_stop_end(attempt.end_asked_for, "without a last report")
         return problem or _driver_lost(attempt.ray)
-    if cancelled and now - attempt.cancel_requested_at >= limits.cancel_grace_s:
+    # a driver that was never heard has nothing to end by itself
+    grace_s = 0.0 if attempt.heartbeat_at is None else limits.cancel_grace_s
+    if cancelled and now - attempt.cancel_requested_at >= grace_s:
         out_of_reach = attempt.ray is None and problem is not None
         if out_of_reach or _stop_failed(attempt, now, limits):
             return _cancelled_end()

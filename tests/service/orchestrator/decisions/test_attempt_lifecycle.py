@@ -343,6 +343,12 @@ def test_a_cancelled_driver_that_ray_does_not_stop_holds_nothing_behind_the_limi
     assert look(stopping, 46).state is AttemptState.CANCELLED
 
 
+def test_a_cancelled_driver_that_was_never_heard_is_stopped_at_once():
+    assert isinstance(
+        look(replace(STARTED, ray=RayJob(RayState.PENDING), cancel_requested_at=21), 21), StopDriver
+    )
+
+
 def test_no_stop_of_a_driver_waits_for_ray_for_ever():
     late = replace(RUNNING, end_asked_at=30.0, end_asked_for=Reason.PREEMPTED, stop_asked_at=95.0)
     assert isinstance(look(late, 109), StopDriver)
