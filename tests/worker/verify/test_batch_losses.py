@@ -101,6 +101,18 @@ def test_a_mean_over_nothing_that_is_called_is_found(monkeypatch):
     )
 
 
+class Few(by_tokens.Texts):
+    def __len__(self):
+        return 3
+
+
+@pytest.mark.slow
+def test_too_few_samples_for_a_step_are_no_proof_of_anything():
+    spec = of_tokens({"factory": f"{by_tokens.__name__}:masked_mean"})
+    spec["data"] = {"factory": f"{__name__}:Few", "at_end": "stop"}
+    assert re.search("its 3 samples have no 8 for 1 steps of 8", str(proof_of(spec, steps=1).difference))
+
+
 @pytest.mark.slow
 def test_a_step_without_targets_is_noted():
     loss = {"factory": "torch.nn:CrossEntropyLoss", "args": {"ignore_index": by_tokens.IGNORED}}

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -25,6 +26,7 @@ from service.orchestrator.ray.jobs_api import (
     ClusterError,
     ClusterUnreachableError,
     RayCluster,
+    RayJobSubmission,
 )
 from service.orchestrator.ray.local_ray import LocalRay, free_ports
 from service.settings.settings import Settings
@@ -74,6 +76,17 @@ async def test_everything_that_the_orchestrator_asks_of_ray(monkeypatch):
         await cluster.submit(submission(PYTHON, "curious", secrets))
         assert (await ended(cluster, "curious")).state is RayState.SUCCEEDED
         assert "secrets: []" in await cluster.log("curious")
+
+        aside = (
+            "import ray, time; ray.init()\n"
+            "say = ray.remote(num_cpus=0)(lambda: print('spoken', 'aside'))\n"
+            "ray.get(say.remote()); time.sleep(1000)"
+        )
+        await cluster.submit(RayJobSubmission("aside", f"{PYTHON} -u -c {shlex.quote(aside)}", {}, {}))
+        async with asyncio.timeout(100):  # what workers print comes by the log monitor
+            while "spoken aside" not in await cluster.log("aside"):
+                await asyncio.sleep(0.2)
+        await cluster.stop("aside")
 
         neighbour = RayCluster(other.address, timeout_s=60, token=other.token)
         assert (await neighbour.job("first")).state is RayState.MISSING
