@@ -26,7 +26,7 @@ def traced(model, *, memory="auto", data=None, loss=None, changes=None, **traini
     spec["model"] = model
     spec["data"] = data or {"factory": f"{__name__}:Points"}
     spec["loss"] = loss or {"factory": "torch.nn:MSELoss"}
-    spec["training"] |= training
+    spec["training"] |= {"loss_reduction": "microbatches", **training}
     spec["resources"]["memory_per_worker"] = memory
     worker = Worker(job=Job.from_json(spec), mesh="m0", worker=0, device="cpu")
     worker.prepare(1)
@@ -48,6 +48,11 @@ def test_a_backward_that_tracing_loses_ends_the_attempt_unless_the_job_leaves_ou
         traced({"factory": f"{LYING}:OwnBackward"})
     assert failed.value.reason is Reason.MODEL_BUILD_FAILED
     assert traced({"factory": f"{LYING}:OwnBackward"}, check_trace=False) == []
+
+
+def test_a_loss_that_is_not_tried_as_the_model_does_not_run_is_said():
+    (note,) = traced({"factory": f"{LYING}:OwnBackward"}, check_trace=False, loss_reduction="mean")
+    assert note.startswith("the loss was not tried on parts of a batch")
 
 
 def test_what_cannot_be_trained_is_refused_also_without_the_check():

@@ -43,7 +43,7 @@ PROBLEMS = {
     "blocking with a skip": chain(4, 6, transfer=1.5, overlap=False, skips=((0, 2),)),
     "ports": chain(4, 6, transfer=2.5, contention="full-duplex", skips=((0, 3), (0, 2))),
     "blocking 6": chain(6, 8, transfer=0.5, overlap=False),
-    "blocking 8": chain(8, 16, transfer=0.5, overlap=False),
+    "blocking 8": chain(8, 10, transfer=0.5, overlap=False),
 }
 ALL = [(problem, name) for problem in PROBLEMS for name in NAMES if problem != "blocking 8" or name == "1f1b"]
 """The longest one once."""

@@ -69,7 +69,7 @@ def brute_force(profiles, stage_counts, mesh_list, net):
                             microbatches=count,
                             placement=placement,
                         )
-                        best = min(best, make_plan(result.spec, budget_s=1.0).makespan_s)
+                        best = min(best, make_plan(result.spec, budget_s=0.4).makespan_s)
                     except SpecError:
                         continue
     return best
@@ -142,7 +142,7 @@ def test_what_comes_behind_the_makespan_is_part_of_the_choice(seed):
                         placement=placement,
                     )
                     behind = longest_update(profile, placement, borders, (UPDATE.reduce, UPDATE.step), 2)
-                    best = min(best, make_plan(result.spec, budget_s=1.0).makespan_s + behind)
+                    best = min(best, make_plan(result.spec, budget_s=0.4).makespan_s + behind)
     request = JointSearchRequest(profiles, PipelineSetup(meshes(2), network(1e6)), stages=[2, 4])
     found = plan_jointly(replace(request, update=UPDATE), budget_s=10.0)
     assert found.step_s == pytest.approx(best, rel=1e-6)

@@ -16,7 +16,7 @@ from tests.service.scheduler.solver import optimum
 from tests.service.scheduler.specs import measured
 from tests.tiers import some_by_day
 
-GRAPHS = int(os.environ.get("SLOTLINE_TEST_GRAPHS", "240"))
+GRAPHS = int(os.environ.get("SLOTLINE_TEST_GRAPHS", "160"))
 PARTS = 8
 
 

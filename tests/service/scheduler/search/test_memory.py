@@ -14,7 +14,7 @@ from tests.service.scheduler.search.test_bounds import random_graph
 from tests.service.scheduler.solver import optimum
 from tests.service.scheduler.specs import chain, measured
 
-GRAPHS, PARTS = 120, 4
+GRAPHS, PARTS = 64, 4
 
 
 def limited_graph(seed):
@@ -56,7 +56,7 @@ def test_a_plan_stays_within_memory_and_near_the_optimum_under_it(part):
         # the solver may hold anything back until there is room; programs wait for what ends on their own mesh
         assert plan.makespan_s <= 2 * best, seed
         optimal += plan.makespan_s <= best * (1 + 1e-9)
-    assert checked >= 20 and optimal >= 0.55 * checked
+    assert checked >= 10 and optimal >= 0.55 * checked
 
 
 def bytes_chain(stages, microbatches, size, **fields):
