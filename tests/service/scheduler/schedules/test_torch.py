@@ -52,9 +52,7 @@ def test_torch_accepts_the_csv_of_every_schedule_on_every_placement(meshes, tmp_
     for placement, (placed, schedules) in placements(meshes).items():
         if meshes == 1 and placement == "loop":
             continue
-        for schedule, microbatches, split in itertools.product(
-            schedules, (1, 3, 8), (None, False, True)
-        ):
+        for schedule, microbatches, split in itertools.product(schedules, (1, 3, 8), (None, False, True)):
             if split is False and schedule.startswith("zb"):
                 continue
             path.write_text(plan_csv(placed, microbatches, schedule, split))
