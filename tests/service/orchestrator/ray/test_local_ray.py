@@ -83,9 +83,11 @@ async def test_everything_that_the_orchestrator_asks_of_ray(monkeypatch):
             "ray.get(say.remote()); time.sleep(1000)"
         )
         await cluster.submit(RayJobSubmission("aside", f"{PYTHON} -u -c {shlex.quote(aside)}", {}, {}))
-        async with asyncio.timeout(100):  # what workers print comes by the log monitor
-            while "spoken aside" not in await cluster.log("aside"):
-                await asyncio.sleep(0.2)
+
+        async def spoken() -> bool:
+            return "spoken aside" in await cluster.log("aside")
+
+        await until_async(spoken, "what workers print comes by the log monitor", every_s=0.2)
         await cluster.stop("aside")
 
         neighbour = RayCluster(other.address, timeout_s=60, token=other.token)
