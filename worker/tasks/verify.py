@@ -1,7 +1,7 @@
 """Verifies a job's pipeline against its plain model on one worker, step by step.
 
-Reads {"job": ..., "planned": a plan's answer, "steps": ...} from stdin. Ends with one task_result line: {"proof":
-...} or {"failed": a reason code, "message": ...}. Needs no Ray and no control plane.
+Reads {"job": ..., "planned": a plan's answer, "steps": ..., "resume": a checkpoint or null} from stdin. Ends with one
+task_result line: {"proof": ...} or {"failed": a reason code, "message": ...}. Needs no Ray and no control plane.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ def main() -> int:
         request = json.loads(sys.stdin.read())
         planned = parse_planned_job(request["planned"])
         proof = prove(
-            Job.from_json(request["job"]), lambda _: planned, request["steps"], report=_print_progress
+            Job.from_json(request["job"]),
+            lambda _: planned,
+            request["steps"],
+            resume=request.get("resume"),
+            report=_print_progress,
         )
         answer = {"proof": proof.to_json()}
     except Exception as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from worker.actor.loss import takes_inputs
 from worker.actor.model_host import build_job_model
 from worker.actor.optimizer import make_loss, make_optimizer, make_schedule, target_counter
+from worker.checkpoint.format import load_checkpoint
 from worker.checkpoint.sources import fill_model
 from worker.checks.loss_reduction import (
     TOLERANCE,
@@ -28,6 +30,7 @@ from worker.checks.loss_reduction import (
     is_loss_of_batch,
     loss_of_rows,
 )
+from worker.contract.checkpoint_files import CheckpointError
 from worker.contract.failures import leave_breadcrumb
 from worker.contract.job import AUTOCAST_DTYPES, FP16, Job, LossScaling, Training
 from worker.data.dataset import SampleOrder
@@ -141,6 +144,37 @@ class PlainModel:
         self._outputs: dict[tuple[int, int], tuple[Tensor, ...]] | None = {}  # of the step just made
         self.loss_changes_target = False
         """True once a call of the loss has changed its target in place."""
+
+    @torch.no_grad()
+    def restore(self, uri: str) -> int:
+        """Go on from a checkpoint of the job's model, by torch's own optimizer and schedule; its step is returned.
+
+        Raises CheckpointError for a checkpoint that cannot be read, or has no value of a tensor of the model.
+        """
+        saved, step = load_checkpoint(uri)
+        for kind, tensors in (("parameters", self.parameters), ("buffers", dict(self.model.named_buffers()))):
+            for name, tensor in tensors.items():
+                if name in saved[kind]:
+                    tensor.copy_(saved[kind][name])
+                elif name in self.parameters:
+                    raise CheckpointError(f"{uri} has no parameter {name!r}, which the model has")
+        self.buffers = [
+            {name: buffer.clone() for name, buffer in self.model.named_buffers()} for _ in self.buffers
+        ]
+        for name, parameter in self.trained.items():
+            if (entry := saved["optimizer"].get(name)) is not None:
+                self.optimizer.state[parameter] = {
+                    key: value.clone() if isinstance(value, Tensor) else value for key, value in entry.items()
+                }
+        if self._schedule is not None:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+                for _ in range((saved.get("lr_schedule") or {}).get("last_epoch", step)):
+                    self._schedule.step()
+        if self._scaler.is_enabled() and saved.get("loss_scale"):
+            self._scaler = torch.amp.GradScaler("cpu", init_scale=saved["loss_scale"]["scale"])
+        self._data.source.go_to(step + 1, saved.get("data"))
+        return step
 
     @property
     def seed(self) -> int:
@@ -287,6 +321,7 @@ class PlainModel:
         shares = self._shares({at: target for at, (_, target) in rows.items()})
         if not any(shares.values()):
             raise NotComparableError(f"step {step} has no target")
+        leave_breadcrumb(f"step {step}, the loss of its whole batch")
         try:
             if self._job.loss is None:
                 with self._in_eval_mode():
@@ -301,6 +336,8 @@ class PlainModel:
             raise
         except Exception as error:
             raise NotComparableError(f"of all rows it raises {type(error).__name__}: {error}") from error
+        finally:
+            leave_breadcrumb("")
 
     @torch.no_grad()
     def _batch_loss(self, loss: Loss, seen: Sequence[Rows], shares: Mapping[Any, float]) -> BatchLoss:

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from worker.contract.failures import AttemptFailure
+from worker.checkpoint.format import describe_checkpoint
+from worker.contract.failures import AttemptFailure, attributed_to
 from worker.contract.job import Job
 from worker.contract.planned import PlannedJob
+from worker.contract.reasons import Reason
 from worker.model.export import TracedModel
 from worker.model.parity import FULL_PRECISION, PIPELINE_FULL_PRECISION, Tolerance, tolerance_for
 from worker.model.rng_ops import RngOp, RngOpMismatchError, traced_rng_ops
@@ -80,11 +82,13 @@ def prove(
     plan: Callable[[Sequence[InspectableWorker]], PlannedJob],
     steps: int = 3,
     *,
+    resume: str | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> Proof:
     """Run `steps` steps of both on CPU. `plan` makes the job's plan, when the workers are prepared.
 
-    Raises AttemptFailure where the job itself cannot be built, traced or loaded.
+    With `resume`, the URI of a checkpoint of the same model on any layout, both go on from there. Raises AttemptFailure
+    where the job itself cannot be built, traced or loaded, and where the checkpoint cannot be read.
     """
     if steps < 1:
         raise ValueError(f"steps is {steps}: compare 1 step or more")
@@ -99,7 +103,10 @@ def prove(
             "tensors travel as they are here, not rounded by training.transfers: bf16, which rounds more than most "
             "mistakes change"
         )
-    job = replace(job, training=replace(job.training, steps=steps, transfers="auto"))
+    with attributed_to(Reason.CHECKPOINT_FAILED):
+        first = 1 if resume is None else describe_checkpoint(resume).step + 1
+    last = first + steps - 1
+    job = replace(job, training=replace(job.training, steps=last, transfers="auto"))
     workers = make_workers(job)
     for worker in workers:  # one after the other: torch seeds for a whole process
         worker.prepare(job.mesh_sizes[int(worker.mesh[1:])])
@@ -114,14 +121,18 @@ def prove(
     with LocalGang(workers, planned, look=look) as gang:
         proof.notes += gang.notes
         plain = _make_plain_model(job, planned, gang, calls, probes)
+        if resume is not None:
+            gang.call(lambda worker: worker.restore(resume))
+            with attributed_to(Reason.CHECKPOINT_FAILED):
+                plain.restore(resume)
         run = _ProofRun(gang, plain, job, planned, traces, proof, probes)
         traces.clear()
         try:
             compare_initial(plain.parameters, plain.buffers[0], run.holders, proof.worst)
-            for step in range(1, steps + 1):
+            for step in range(first, last + 1):
                 run.step(step)
-                proof.steps = step
-                report(f"step {step} of {steps} is equal")
+                proof.steps += 1
+                report(f"step {step} of {last} is equal")
             proof.notes += filter(None, [check_resumed_stream(job, planned.microbatches)])
         except DifferenceFound as difference:
             proof.difference = str(difference)

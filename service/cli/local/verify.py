@@ -27,6 +27,10 @@ app = typer.Typer()
 def verify(
     file: Annotated[Path, typer.Argument(help="The job, as YAML or JSON; - reads standard input.")],
     steps: Annotated[int, typer.Option(min=1, help="Number of steps to compare.")] = 3,
+    resume: Annotated[
+        str | None,
+        typer.Option(help="Go on from this checkpoint (a folder or URI), saved on any layout of the model."),
+    ] = None,
     budget_s: BudgetOption = 3.0,
     limit_s: Annotated[
         float, typer.Option("--limit-s", min=1.0, help="Limit of the comparison in seconds.")
@@ -39,7 +43,9 @@ def verify(
     only where all are equal to rounding; else the first that differs is named, with the slot that made it.
     """
     try:
-        proof = verify_job(read_spec(file), file, steps=steps, budget_s=budget_s, limit_s=limit_s)
+        proof = verify_job(
+            read_spec(file), file, steps=steps, resume=resume, budget_s=budget_s, limit_s=limit_s
+        )
     except (ValueError, OSError) as error:
         raise CliError(str(error)) from None
     for note in proof["notes"]:
@@ -54,18 +60,23 @@ def verify_job(
     file: Path = Path("-"),
     *,
     steps: int = 3,
+    resume: str | None = None,
     budget_s: float = 3.0,
     limit_s: float = 3600.0,
 ) -> dict[str, Any]:
     """Verify the job `spec` (as in job.yaml, which lies at `file`): the JSON of a Proof, with the plan's main figures.
 
+    With `resume` both go on from that checkpoint.
+
     Raises ValueError where the job is wrong, cannot be measured or planned, or where it cannot be run at all.
     """
+    place = None if resume is None else _checkpoint_place(resume)
     resources = spec.get("resources") or {}
     on_cpu = {**resources, "device": "cpu"} if isinstance(resources, Mapping) else resources
     checked, folder = validated_job({**spec, "resources": on_cpu}, file)
     planned = plan_from_costs(checked, local_job_costs(checked, folder), budget_s)
-    proof = _run_verification({"job": checked, "planned": planned, "steps": steps}, folder, limit_s)
+    request = {"job": checked, "planned": planned, "steps": steps, "resume": place}
+    proof = _run_verification(request, folder, limit_s)
     pipeline = planned["spec"]
     return {
         **proof,
@@ -74,6 +85,18 @@ def verify_job(
         "microbatches": pipeline["microbatches"],
         "schedule": planned["plan"]["chosen"],
     }
+
+
+def _checkpoint_place(resume: str) -> str:
+    """The URI of a checkpoint, absolute where it is a folder; ValueError where there is none, before anything is run."""
+    if "://" in resume:
+        return resume
+    folder = Path(resume).expanduser().resolve()
+    if not folder.is_dir():
+        raise ValueError(
+            f"--resume {resume!r} is no folder: name a checkpoint, as `slotline checkpoints ID` lists them"
+        )
+    return str(folder)
 
 
 def proof_text(proof: Mapping[str, Any]) -> str:

@@ -123,6 +123,8 @@ def test_in_python_what_cannot_be_run_raises_with_the_way_out(job_file):
     job = yaml.safe_load(file.read_text())
     with pytest.raises(ValueError, match="raise --limit-s"):
         verify_job(job, file, steps=1, budget_s=0.2, limit_s=1.0)
+    with pytest.raises(ValueError, match="--resume '/nowhere/step-1' is no folder"):
+        verify_job(job, file, resume="/nowhere/step-1")
     with pytest.raises(ValueError, match=r"own.*nothing_there"):
         verify_job({**job, "model": {"factory": "own:nothing_there"}}, file, steps=1, budget_s=0.2)
     with pytest.raises(ValueError, match=r"native code \(Segmentation fault\) in (1F|step)"):

@@ -60,7 +60,11 @@ def pictures(**changes) -> dict[str, Any]:
 
 
 def proof_of(
-    spec: dict[str, Any], steps: int = 3, nodes: dict[str, str] | None = None, slow: Sequence[str] = ()
+    spec: dict[str, Any],
+    steps: int = 3,
+    nodes: dict[str, str] | None = None,
+    slow: Sequence[str] = (),
+    resume: str | None = None,
 ) -> Proof:
     """What verifying the job finds; its plan is as a control plane would make it, for meshes on these nodes. Not for times
     as measured, which would cut the model elsewhere now and then: in it every layer takes a millisecond, the small ones of
@@ -76,7 +80,7 @@ def proof_of(
         assert not slow or slow[-1] in planned.stage_starts
         return planned
 
-    return prove(read, plan, steps)
+    return prove(read, plan, steps, resume=resume)
 
 
 def _with_times(costs: dict[str, Any], slow: Sequence[str]) -> dict[str, Any]:
