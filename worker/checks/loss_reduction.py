@@ -20,7 +20,7 @@ from worker.data.microbatches import MicrobatchTensors
 from worker.model.eval_mode import in_eval_mode
 from worker.model.parity import tolerance_for
 from worker.model.python_state import PythonState
-from worker.model.pytree import Target, Targets
+from worker.model.pytree import Target, Targets, target_tensors
 from worker.model.rng import seeded
 
 Loss = Callable[[Any, Target], Tensor]
@@ -38,6 +38,10 @@ class LossReductionError(ModelError):
     """The losses of microbatches do not make up the loss of the batch."""
 
 
+MOST_BYTES = 2**28
+"""Of outputs and targets that are tried together, beside the first microbatch: copies take three times as much."""
+_OWN_LOSS_MICROBATCHES = 2
+"""So many are one batch of a model that returns its own loss: its values are not kept for a backward."""
 _BATCH_OF_ITS_OWN = (
     "microbatches if each microbatch shall be a batch of its own, as in a loop that accumulates gradients"
 )
@@ -95,7 +99,7 @@ def check_loss_reduction(
     `count` is the weight of a target, None where microbatches count equally. Trials with fewer targets set them to
     `ignored`. A loss that keeps state has counted these calls. Raises LossReductionError.
     """
-    together = batch_of(in_float32(seen))
+    together = batch_of(in_float32(_within_bytes(seen)))
     if together is None:
         return [_not_tried("the model's outputs or targets have no rows of samples")]
     with torch.no_grad():
@@ -126,7 +130,7 @@ def check_own_loss(model: nn.Module, seen: Sequence[MicrobatchTensors]) -> list[
 
     It runs in eval mode. The model's Python state is put back, its buffers are not. Raises LossReductionError.
     """
-    together = batch_of(seen)
+    together = batch_of(seen[:_OWN_LOSS_MICROBATCHES])
     if together is None:
         return [_not_tried("the model's inputs have no rows of samples")]
     state = PythonState(model)
@@ -219,6 +223,17 @@ def _with_fewer_targets(rows: Rows, ignored: int) -> Iterator[tuple[str, Rows]]:
         fewer = target.clone()
         fewer[half:] = torch.where(kept[half:], target[half:], ignored)
         yield what, (output, fewer)
+
+
+def _within_bytes(seen: Sequence[Rows]) -> list[Rows]:
+    """The first of the microbatches, and those behind it that MOST_BYTES have room for."""
+    kept, size = [*seen[:1]], 0
+    for rows in seen[1:]:
+        size += sum(tensor.nbytes for tensor in (*rows[0], *target_tensors(rows[1])))
+        if size > MOST_BYTES:
+            break
+        kept.append(rows)
+    return kept
 
 
 def batch_of(seen: Sequence[Rows]) -> Rows | None:

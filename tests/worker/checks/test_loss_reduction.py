@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from worker.actor.optimizer import ignored_target, make_loss, target_counter
+from worker.checks import loss_reduction
 from worker.checks.loss_reduction import LossReductionError, check_loss_reduction, check_own_loss
 from worker.contract.job import Factory, Job
 from worker.model.pytree import Targets
@@ -146,6 +147,18 @@ def test_microbatches_that_differ_are_tried_together():
     assert check_loss_reduction(token_loss, [((output,), target)], count=None) == []
     with pytest.raises(LossReductionError, match="mean"):
         check_loss_reduction(token_loss, [((output,), target), ((output + 1,), halves)], count=None)
+
+
+def test_so_many_microbatches_are_tried_together_as_there_is_memory_for(monkeypatch):
+    (output,), target = texts()
+    halves = target.clone()
+    halves[:, 3:] = IGNORED
+    seen = [((output,), target), ((output + 1,), halves)]
+    monkeypatch.setattr(loss_reduction, "MOST_BYTES", output.nbytes + target.nbytes - 1)
+    assert check_loss_reduction(token_loss, seen, count=None) == [], "the second is left out"
+    monkeypatch.setattr(loss_reduction, "MOST_BYTES", output.nbytes + target.nbytes)
+    with pytest.raises(LossReductionError):
+        check_loss_reduction(token_loss, seen, count=None)
 
 
 # By targets: the weights are those of the job's loss
