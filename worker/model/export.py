@@ -336,6 +336,11 @@ _ONE_ROW_REMEDY = (
 )
 
 
+def one_row_remedy(error: BaseException) -> str:
+    """The remedy for the error that torch's batch norm raises for a single row; empty for another error."""
+    return _ONE_ROW_REMEDY if _ONE_ROW_ERROR in str(error) else ""
+
+
 class _UntraceableError(TraceError):
     """A TraceError of a forward that runs eagerly; `path` is the module in which tracing it ended, empty for the model."""
 
@@ -835,7 +840,7 @@ def _export(
             raise TraceError(
                 f"{type(model).__name__}.forward raised {type(own).__name__}: {own} "
                 f"(inputs {', '.join(f'{tuple(x.shape)} {x.dtype}' for x in example_inputs)})"
-                + (f": {_ONE_ROW_REMEDY}" if _ONE_ROW_ERROR in str(own) else "")
+                + (f": {remedy}" if (remedy := one_row_remedy(own)) else "")
             ) from own
         frames = list(_error_frames(error))
         if _is_transform_error(error, frames) and not _innermost_user_line(error, frames):

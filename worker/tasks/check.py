@@ -47,6 +47,7 @@ from worker.contract.job import Data, Factory, Job, Loader, microbatch_counts
 from worker.contract.profile import FactoryError, ModelError
 from worker.contract.reasons import Reason
 from worker.contract.tasks import CHECK_REQUEST_VARIABLE, CHECK_RESULT_MARK, JobCheck, JobProblem
+from worker.model.export import one_row_remedy
 from worker.model.factory import check_arguments, did_you_mean, moved_factory_notes, resolve
 from worker.model.pytree import target_tensors
 
@@ -58,7 +59,7 @@ _FURTHER_LIMIT_S = 10.0
 """Of so many microbatches of the first step the shapes are compared, as far as they are read in this time."""
 _NICENESS = 10
 _PR_SET_PDEATHSIG = 1
-_SECTIONS = ("model", "data", "loss", "optimizer", "evaluation", "tracking")
+_SECTIONS = ("model", "data", "loss", "optimizer", "training", "evaluation", "tracking")
 _ERROR_CLASS = re.compile(r"^(FactoryError|ModelError|ValueError|RuntimeError): ")
 _FIELD_PREFIX = re.compile(r"^((?:model|data|optimizer|evaluation)\.[\w.\[\]]+): ")
 _ACCELERATOR_WORDS = re.compile(r"\b(cuda|nvidia|nccl|cupy|gpus?|hip|rocm)\b", re.IGNORECASE)
@@ -121,10 +122,22 @@ def check_job(job: Job, *, limit_s: float = STEP_LIMIT_S, memory_bytes: int = ST
 
 @dataclass(frozen=True)
 class SampleInputs:
-    """The inputs of a sample as the model takes them: their names (none: by position), and their number."""
+    """The inputs of a worker's microbatch as the model takes them: their names (none: by position), shapes and dtypes."""
 
     names: tuple[str, ...]
-    count: int
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    @classmethod
+    def of(cls, batches: Batches) -> SampleInputs:
+        inputs = batches.sample[0]
+        return cls(
+            batches.keywords, tuple(tuple(one.shape) for one in inputs), tuple(one.dtype for one in inputs)
+        )
+
+    @property
+    def count(self) -> int:
+        return len(self.shapes)
 
 
 @dataclass
@@ -278,7 +291,7 @@ def _check_data(job: Job, with_evaluation: bool, findings: Findings) -> None:
     batches = None
     with findings.of("data", Reason.DATA_FAILED):
         batches = Batches(job, **where)
-        findings.inputs = SampleInputs(batches.keywords, len(batches.sample[0]))
+        findings.inputs = SampleInputs.of(batches)
         findings.samples, findings.tokens = batches.samples_in_all, batches.tokens_per_sample
         findings.checked.append(f"data: {_describe_sample(batches, job.loss is None)}")
         batches.check_first_step(_FURTHER_MICROBATCHES, limit_s=_FURTHER_LIMIT_S)
@@ -329,6 +342,8 @@ def _check_model(
             by_position = () if inputs.names else tuple(f"input {k}" for k in range(inputs.count))
             what = f"{type(model).__name__}.forward, called with the inputs of a sample,"
             check_arguments(what, model.forward, by_name, by_position)
+        if device == "meta" and not job.training.sync_batch_norm:
+            _check_rows(model, inputs, findings)
     trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     if with_optimizer and trained:
         names, parameters = zip(*trained, strict=True)
@@ -336,6 +351,23 @@ def _check_model(
         with findings.of("optimizer", Reason.MODEL_BUILD_FAILED):
             untried = check_layout_of_optimizer(job)
             findings.notes += check_optimizer_of_model(job, dict(trained), untried=untried)
+
+
+def _check_rows(model: torch.nn.Module, inputs: SampleInputs, findings: Findings) -> None:
+    """Name a batch norm that a worker's microbatch has one row for. Of what else a forward on the meta device ends in that
+    device may be the cause."""
+    tensors = [
+        torch.empty(shape, dtype=dtype, device="meta")
+        for shape, dtype in zip(inputs.shapes, inputs.dtypes, strict=True)
+    ]
+    by_name = dict(zip(inputs.names, tensors, strict=True)) if inputs.names else {}
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            model(*([] if by_name else tensors), **by_name)
+    except Exception as error:
+        if remedy := one_row_remedy(error):
+            with findings.of("training.microbatches", Reason.MODEL_BUILD_FAILED):
+                raise ModelError(f"{type(model).__name__}.forward raised {_text(error)}: {remedy}") from None
 
 
 def _check_optimizer(job: Job, findings: Findings) -> None:

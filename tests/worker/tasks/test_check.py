@@ -85,6 +85,10 @@ OWN = textwrap.dedent(
         os.kill(os.getpid(), 11)
 
 
+    def normed():
+        return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+
+
     def no_model():
         return 3
     """
@@ -136,6 +140,8 @@ JOBS = {
     "group": job(optimizer=GROUP),
     "other lengths": job() | {"data": {"factory": "own:Texts", "collate": {"factory": "own:pad"}}},
     "too few": job() | {"data": {"factory": "own:Few", "at_end": "stop"}},
+    "one row": job("normed") | {"training": {"global_batch": 8, "microbatches": 8}},
+    "two rows": job("normed") | {"training": {"global_batch": 8, "microbatches": 4}},
     "moved": job() | {"model": {"factory": "worker.model.gpt:build", "args": GPT}, "data": MOVED_DATA},
 }
 MAIN = """
@@ -170,7 +176,7 @@ def checks(tmp_path_factory):
     return {name: from_json(JobCheck, answer) for name, answer in map(json.loads, results)}
 
 
-@pytest.mark.parametrize("name", ["right", "called once", "same names"])
+@pytest.mark.parametrize("name", ["right", "called once", "same names", "two rows"])
 def test_a_right_job_has_no_problem_and_no_note(checks, name):
     check = checks[name]
     assert (check.problems, check.notes) == ((), ())
@@ -248,6 +254,8 @@ def test_a_step_that_dies_or_takes_too_long_leaves_a_note_and_the_others_go_on(c
             "is [4, 10] of torch.float32 in step 1, microbatch 1, and [4, 14] of torch.float32",
         ),
         ("other lengths", "cut or pad all samples to one shape"),
+        ("one row", "more than 1 value per channel when training, got input size torch.Size([1, 6])"),
+        ("one row", "give a worker more rows of a microbatch, by fewer training.microbatches"),
         ("too few", "its 3 samples have no 8 for 1 steps of 8; give more, or set data.at_end to repeat"),
         ("group", "optimizer.groups[0] sets betas, which SGD does not know"),
     ],
