@@ -100,28 +100,19 @@ def check_loss_reduction(
     `ignored`. A loss that keeps state has counted these calls. Raises LossReductionError.
     """
     together = batch_of(in_float32(_within_bytes(seen)))
-    if together is None:
-        return [_not_tried("the model's outputs or targets have no rows of samples")]
-    with torch.no_grad():
+    try:
+        first = _first_trial(loss, together, count)
+    except _UntriedError as error:
+        return [_not_tried(str(error))]
+    if not first.is_equal:
+        raise LossReductionError(_message(first, "", _LOSS_REMEDY, counted=count is not None))
+    for what, rows in _with_fewer_targets(together, ignored) if count is not None else ():
         try:
-            first = _try(loss, together, count)
-            if loss_of_rows(loss, together, seed=1) != loss_of_rows(loss, together, seed=0):
-                return [_not_tried("it draws random numbers")]
-        except _UntriedError as error:
-            return [_not_tried(str(error))]
-        except Exception as error:
-            return [_not_tried(f"of them it raises {type(error).__name__}: {error}")]
-        if count is None and not all(map(math.isfinite, (*first.halves, first.together))):
-            return [_not_tried("that of some rows is not finite")]
-        if not first.is_equal:
-            raise LossReductionError(_message(first, "", _LOSS_REMEDY, counted=count is not None))
-        for what, rows in _with_fewer_targets(together, ignored) if count is not None else ():
-            try:
-                trial = _try(loss, rows, count)
-            except Exception:  # it never meets such targets, or training will say so
-                continue
-            if not trial.is_equal:
-                raise LossReductionError(_message(trial, what, _LOSS_REMEDY, counted=True))
+            trial = _try(loss, rows, count)
+        except Exception:  # it never meets such targets, or training will say so
+            continue
+        if not trial.is_equal:
+            raise LossReductionError(_message(trial, what, _LOSS_REMEDY, counted=True))
     return []
 
 
@@ -131,27 +122,19 @@ def check_own_loss(model: nn.Module, seen: Sequence[MicrobatchTensors]) -> list[
     It runs in eval mode. The model's Python state is put back, its buffers are not. Raises LossReductionError.
     """
     together = batch_of(seen[:_OWN_LOSS_MICROBATCHES])
-    if together is None:
-        return [_not_tried("the model's inputs have no rows of samples")]
     state = PythonState(model)
 
     def loss(inputs: Any, _: Target) -> Tensor:
         return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
-    tolerance = max(TOLERANCE, tolerance_for(model, None, together[0][0].device.type).values)
+    tolerance = max(TOLERANCE, tolerance_for(model, None, seen[0][0][0].device.type).values)
     try:
-        with torch.no_grad(), in_eval_mode(model):
-            trial = _try(loss, together, None, tolerance)
-            if loss_of_rows(loss, together, seed=1) != loss_of_rows(loss, together, seed=0):
-                return [_not_tried("the model draws random numbers in eval mode, too")]
+        with in_eval_mode(model):
+            trial = _first_trial(loss, together, None, tolerance)
     except _UntriedError as error:
-        return [_not_tried(str(error))]
-    except Exception as error:
-        return [_not_tried(f"of them, in eval mode, the model raises {type(error).__name__}: {error}")]
+        return [_not_tried(f"{error} (of the model in eval mode)")]
     finally:
         state.restore()
-    if not all(map(math.isfinite, (*trial.halves, trial.together))):
-        return [_not_tried("that of some rows is not finite")]
     if not trial.is_equal:
         raise LossReductionError(_message(trial, "", _OWN_LOSS_REMEDY, counted=False))
     return []
@@ -184,6 +167,28 @@ def _message(trial: _Trial, what: str, remedy: str, *, counted: bool) -> str:
     )
 
 
+def _first_trial(
+    loss: Loss, rows: Rows | None, count: CountTargets | None, tolerance: float = TOLERANCE
+) -> _Trial:
+    """The trial of the rows as the data has them; _UntriedError where that says nothing."""
+    if rows is None:
+        raise _UntriedError("the model's inputs, outputs or targets have no rows of samples")
+    try:
+        trial = _try(loss, rows, count, tolerance)
+        again = loss_of_rows(loss, rows, seed=1), loss_of_rows(loss, rows)
+    except _UntriedError:
+        raise
+    except Exception as error:
+        raise _UntriedError(f"of them it raises {type(error).__name__}: {error}") from error
+    # of a half without targets the weight is nothing where targets count
+    if not math.isfinite(trial.together) or (count is None and not all(map(math.isfinite, trial.halves))):
+        raise _UntriedError("that of some rows is not finite")
+    if again[0] != again[1]:
+        raise _UntriedError("it draws random numbers")
+    return trial
+
+
+@torch.no_grad()
 def _try(loss: Loss, rows: Rows, count: CountTargets | None, tolerance: float = TOLERANCE) -> _Trial:
     """The trial of these rows. Raises what the loss raises, _UntriedError where there are no two parts that count."""
     half = len(rows[1]) // 2
@@ -198,6 +203,7 @@ def _try(loss: Loss, rows: Rows, count: CountTargets | None, tolerance: float = 
     return _Trial((halves[0], halves[1]), (counts[0], counts[1]), together, tolerance)
 
 
+@torch.no_grad()
 def loss_of_rows(loss: Loss, rows: Rows, seed: int = 0) -> float:
     """The loss of copies of the rows, called under this seed."""
     output, target = rows

@@ -172,7 +172,9 @@ class PlainModel:
                 for _ in range((saved.get("lr_schedule") or {}).get("last_epoch", step)):
                     self._schedule.step()
         if self._scaler.is_enabled() and saved.get("loss_scale"):
-            self._scaler = torch.amp.GradScaler("cpu", init_scale=saved["loss_scale"]["scale"])
+            scale = saved["loss_scale"]
+            own = {"scale": scale["scale"], "_growth_tracker": scale["growth_tracker"]}
+            self._scaler.load_state_dict(self._scaler.state_dict() | own)
         self._data.source.go_to(step + 1, saved.get("data"))
         return step
 

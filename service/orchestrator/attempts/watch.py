@@ -24,6 +24,7 @@ from service.orchestrator.attempts.outcome import (
 )
 from service.orchestrator.attempts.submit import Submitter
 from service.orchestrator.decisions.attempt_lifecycle import (
+    DoNothing,
     EndAttempt,
     RayJob,
     RequestGracefulStop,
@@ -155,6 +156,8 @@ class AttemptWatcher:
             elif isinstance(decision, EndAttempt):
                 await self._end(attempt, decision)
             else:
+                if isinstance(decision, DoNothing):  # a driver that was to be stopped is heard again
+                    watched.stop_asked_at = None
                 await self._report_silence(attempt, watched, read_at)
             outage.back()
         except ClusterError as error:

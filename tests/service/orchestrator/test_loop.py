@@ -426,6 +426,21 @@ async def test_a_driver_that_ray_does_not_stop_keeps_no_cancelled_job(world: Wor
         await world.report(attempt, 2)
 
 
+async def test_a_driver_that_is_heard_again_is_stopped_anew_before_it_is_given_up(world: World):
+    job_id = await world.start()
+    attempt = f"{job_id}-1"
+    world.cluster.stops_nothing = True
+    world.orchestrator.heartbeat.liveness.since -= 1000
+    async with world.database.write() as session:
+        (await find_attempt(session, attempt)).heartbeat_at = utc_now() - timedelta(seconds=101)
+    await world.rounds(2)
+    assert {*world.cluster.stopped} == {attempt}
+    assert await world.report(attempt, 2) == "continue"
+    await world.rounds(1)
+    watched = world.orchestrator.attempts._watched[attempt]
+    assert (await world.job(job_id)).state == "RUNNING" and watched.stop_asked_at is None
+
+
 async def test_a_driver_that_does_not_start_is_named_with_what_ray_says(world: World):
     job_id = await world.submit()
     await world.rounds(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import pytest
 import torch
@@ -274,6 +275,12 @@ def test_a_loss_that_is_not_finite_is_left_to_training_and_that_is_said():
     assert "not finite" in note
 
 
+@pytest.mark.parametrize("count", [None, torch.numel], ids=["mean", "tokens"])
+def test_a_loss_that_is_no_number_draws_nothing(count):
+    (note,) = check_loss_reduction(lambda output, target: output.mean() * math.nan, [REAL], count=count)
+    assert "not finite" in note
+
+
 def test_outputs_without_rows_are_not_tried_and_that_is_said():
     (note,) = check_loss_reduction(lambda output, target: output, [((torch.ones(()),), REAL[1])], count=None)
     assert "no rows of samples" in note
@@ -346,8 +353,8 @@ def test_a_models_own_mean_of_unequal_targets_is_refused_with_both_ways_out():
 
 def test_a_model_whose_own_loss_cannot_be_compared_is_noted_with_the_reason():
     (drawn,) = check_own_loss(OwnLoss(noise=1.0), own_rows())
-    assert "draws random numbers in eval mode" in drawn
+    assert "it draws random numbers (of the model in eval mode)" in drawn
     (failed,) = check_own_loss(OwnLoss(fails=True), own_rows())
-    assert "in eval mode, the model raises RuntimeError: trains only" in failed
+    assert "of them it raises RuntimeError: trains only (of the model in eval mode)" in failed
     (endless,) = check_own_loss(OwnLoss(), own_rows(ignored=4))
     assert "not finite" in endless
