@@ -43,7 +43,7 @@ from worker.checkpoint.sources import check_weights
 from worker.contract import failures
 from worker.contract.codec import to_json
 from worker.contract.failures import AttemptFailure, is_out_of_memory, leave_breadcrumb
-from worker.contract.job import Data, Factory, Job, Loader, microbatch_counts
+from worker.contract.job import AUTO, Data, Factory, Job, Loader, microbatch_counts
 from worker.contract.profile import FactoryError, ModelError
 from worker.contract.reasons import Reason
 from worker.contract.tasks import CHECK_REQUEST_VARIABLE, CHECK_RESULT_MARK, JobCheck, JobProblem
@@ -342,7 +342,7 @@ def _check_model(
             by_position = () if inputs.names else tuple(f"input {k}" for k in range(inputs.count))
             what = f"{type(model).__name__}.forward, called with the inputs of a sample,"
             check_arguments(what, model.forward, by_name, by_position)
-        if device == "meta" and not job.training.sync_batch_norm:
+        if device == "meta" and _rows_are_known(job):
             _check_rows(model, inputs, findings)
     trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     if with_optimizer and trained:
@@ -351,6 +351,12 @@ def _check_model(
         with findings.of("optimizer", Reason.MODEL_BUILD_FAILED):
             untried = check_layout_of_optimizer(job)
             findings.notes += check_optimizer_of_model(job, dict(trained), untried=untried)
+
+
+def _rows_are_known(job: Job) -> bool:
+    """True if every worker normalises by the rows that the first one has, whatever the plan."""
+    training = job.training
+    return training.microbatches != AUTO and not training.sync_batch_norm and len({*job.dp_sizes}) == 1
 
 
 def _check_rows(model: torch.nn.Module, inputs: SampleInputs, findings: Findings) -> None:

@@ -142,6 +142,7 @@ JOBS = {
     "too few": job() | {"data": {"factory": "own:Few", "at_end": "stop"}},
     "one row": job("normed") | {"training": {"global_batch": 8, "microbatches": 8}},
     "two rows": job("normed") | {"training": {"global_batch": 8, "microbatches": 4}},
+    "rows as planned": job("normed") | {"training": {"global_batch": 8, "microbatches": "auto"}},
     "moved": job() | {"model": {"factory": "worker.model.gpt:build", "args": GPT}, "data": MOVED_DATA},
 }
 MAIN = """
@@ -176,7 +177,7 @@ def checks(tmp_path_factory):
     return {name: from_json(JobCheck, answer) for name, answer in map(json.loads, results)}
 
 
-@pytest.mark.parametrize("name", ["right", "called once", "same names", "two rows"])
+@pytest.mark.parametrize("name", ["right", "called once", "same names", "two rows", "rows as planned"])
 def test_a_right_job_has_no_problem_and_no_note(checks, name):
     check = checks[name]
     assert (check.problems, check.notes) == ((), ())
