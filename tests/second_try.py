@@ -1,7 +1,7 @@
 """A second try of the few tests that failed in a run with `--second-try`: alone, in one process, after all others.
 
-Tests that pass then met their neighbours or the machine: each is printed as `FLAKY <test>`, and the run is green. Where one
-fails again, or more than `FEW` failed at first, the run is red.
+Tests that pass then met their neighbours or the machine: how each failed at first is printed, and `FLAKY <test>`, and the
+run is green. Where one fails again, or more than `FEW` failed at first, the run is red.
 """
 
 from __future__ import annotations
@@ -47,7 +47,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
-    for test in sorted({plain_id(report.nodeid) for report in terminalreporter.stats.get(FLAKY, [])}):
+    reports = terminalreporter.stats.get(FLAKY, [])
+    for report in reports:  # how it failed at first: nothing else tells what to mend
+        terminalreporter.section(plain_id(report.nodeid))
+        terminalreporter.write_line(report.longreprtext)
+    for test in sorted({plain_id(report.nodeid) for report in reports}):
         terminalreporter.write_line(f"FLAKY {test}")
 
 

@@ -50,6 +50,7 @@ def test_a_test_that_passes_alone_is_named_flaky_and_the_run_is_green(
     assert first.returncode == 0, first.stdout + first.stderr
     lines = first.stdout.splitlines()
     assert "FLAKY test_some.py::test_unlucky[0]" in lines
+    assert "AssertionError: the first time" in first.stdout, "how it failed tells what to mend"
     assert lines[-1].startswith("1 passed, 1 flaky"), "the log ends with pytest's summary"
     again = run(
         tmp_path, FAILS_ONCE.format(cases=1), "-n0", "--last-failed", "--last-failed-no-failures=none"

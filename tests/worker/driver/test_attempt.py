@@ -325,11 +325,9 @@ class BeginsPoorly(ControlPlane):
         return poor_answer(super().plan(costs))
 
     def replan(self, request):
-        timelines = [timeline for report in self.reports for timeline in report["timelines"]]
-        slots = [
-            [SlotRecord(*(slot.get(name) for name in SlotRecord._fields)) for slot in timeline["slots"]]
-            for timeline in timelines[1:][-9:]  # the first one is cold
-        ]
+        # steps exactly as planned: of measured ones it depends on the machine whether an order is clearly shorter
+        planned = self.plan_answers[0]["plan"]["slots"]
+        slots = [[SlotRecord(*(slot.get(name) for name in SlotRecord._fields)) for slot in planned]] * 3
         running = RunningJob(
             self.given["job"], json.dumps(self.plan_answers[0]), self.plan_requests[0], slots
         )

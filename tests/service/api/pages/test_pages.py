@@ -165,10 +165,10 @@ def test_one_job_alone_is_not_compared(tmp_path: Path, page):
     with serve(Settings(data_dir=tmp_path)) as served:
         httpx.post(f"{served.url}/api/v1/jobs", json=job_body()).raise_for_status()
         page.open(f"{served.url}/compare")
-    assert page.js("document.getElementById('note').textContent") == "There are no two jobs to compare."
-    assert page.js("[...document.forms.pair.elements.second.options].length") == 2
-    assert page.js("document.forms.pair.elements.second.value") == ""
-    assert page.js("document.getElementById('both').hidden") and page.errors == []
+        assert page.js("document.getElementById('note').textContent") == "There are no two jobs to compare."
+        assert page.js("[...document.forms.pair.elements.second.options].length") == 2
+        assert page.js("document.forms.pair.elements.second.value") == ""
+        assert page.js("document.getElementById('both').hidden") and page.errors == []
 
 
 def test_the_page_has_the_specification_and_what_lies_in_storage(site: Site, page):
