@@ -487,6 +487,7 @@ class Worker:
             gpu=self._gpu.read(),
             difference=result.difference,
             without_targets=result.without_targets,
+            ignored_targets=self._reader.take_ignored(step),
         )
 
     def prepare_program(self, program: MeshProgram) -> PreparedProgram:

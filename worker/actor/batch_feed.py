@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from worker.actor.loss import takes_inputs
+from worker.actor.optimizer import IGNORED_TARGET, ignored_target
 from worker.contract.failures import AttemptFailure, as_failure, attributed_to
 from worker.contract.job import AUTO, SKIP_LIMIT_S, Data, Job
 from worker.contract.profile import FactoryError
@@ -93,6 +94,19 @@ class Batches:
         """Have `step` begin at `sample` of the data's order, counted over all epochs, and later steps follow it."""
         self._origin = (step, sample)
         self._set_microbatches(self.microbatches)
+
+    @property
+    def counts_ignored(self) -> bool:
+        """True where microbatches weigh alike, whatever their targets."""
+        return self._job.training.loss_reduction == "mean"
+
+    def ignored_targets(self, rows: MicrobatchTensors) -> int:
+        """The number of integers of a microbatch that a loss as torch's takes for no target: of its target, or of all inputs
+        where the model returns its own loss."""
+        loss, (inputs, target) = self._job.loss, rows
+        ignored = IGNORED_TARGET if loss is None else ignored_target(loss)
+        tensors = inputs if loss is None else target_tensors(target)
+        return sum(int((one == ignored).sum()) for one in tensors if one.dtype in _INTEGER_DTYPES)
 
     def rows(self, microbatches: int) -> int:
         """The number of this worker's samples in each of `microbatches`."""
@@ -293,6 +307,7 @@ class StageReader:
         limit_s: float,
     ):
         self._batches, self._resumed_at = batches, None
+        self._ignored: dict[int, list[int]] = {}
         self._no_inputs = [()] * batches.microbatches
         self.has_output = any("output" in stage.outputs for stage in stages.values())
         inputs = any(name.startswith("input:") for stage in stages.values() for name in stage.inputs)
@@ -302,7 +317,7 @@ class StageReader:
             limit_s = min(limit_s, loader.timeout_s) if loader.workers else limit_s
             self._first_limit_s = limit_s + _READER_START_S + SKIP_LIMIT_S
             self._reader = prefetch_steps(
-                batches.microbatch,
+                self._read_counted if self.has_output and batches.counts_ignored else batches.microbatch,
                 batches.microbatches,
                 device=device,
                 ahead=batches.ahead,
@@ -324,6 +339,15 @@ class StageReader:
             return self._reader.take(step, keep=first, limit_s=self._first_limit_s if first else None)
         except ReadTooSlowError as error:
             raise as_failure(error, Reason.DATA_FAILED) from None
+
+    def take_ignored(self, step: int) -> list[int]:
+        """The numbers of ignored targets in the microbatches of a step that was taken, once; empty where nobody counts."""
+        return self._ignored.pop(step, [])
+
+    def _read_counted(self, step: int, microbatch: int) -> MicrobatchTensors:
+        rows = self._batches.microbatch(step, microbatch)
+        self._ignored.setdefault(step, []).append(self._batches.ignored_targets(rows))
+        return rows
 
     def has(self, step: int) -> bool | None:
         """True where there are samples for this step, None where none are read; raises as `take`, and where the data has too

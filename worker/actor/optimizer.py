@@ -135,9 +135,13 @@ def _on(device: str, value: Any) -> Any:
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
+IGNORED_TARGET = -100
+"""The integer that torch's losses, and models' own, take for no target."""
+
+
 def ignored_target(spec: Factory) -> int:
-    """The value of a target that is none, for a job's loss: as in torch ignore_index, -100 where it is not given."""
-    return int(spec.args.get("ignore_index", -100))
+    """The value of a target that is none, for a job's loss: its ignore_index, or IGNORED_TARGET where that is not given."""
+    return int(spec.args.get("ignore_index", IGNORED_TARGET))
 
 
 def target_counter(job: Job, loss: JobLoss) -> Callable[[Target], torch.Tensor] | None:

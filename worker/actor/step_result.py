@@ -17,7 +17,7 @@ class WorkerStep:
     where the model's output is; `slots` are on this worker's clock. `grad_norm` and `learning_rate` are None on a mesh
     without trained parameters, `loss_scale` but in fp16, `gpu` where it was not read. `skipped`: no update was made,
     because gradients `overflowed` in fp16 or a number was not finite. `difference` and `without_targets`: those of
-    StepResult."""
+    StepResult. `ignored_targets`: how many targets of each microbatch are none, where microbatches weigh alike."""
 
     slots: list[MeasuredSlot]
     losses: list[float] = field(default_factory=list)
@@ -32,6 +32,7 @@ class WorkerStep:
     gpu: GpuUsage | None = None
     difference: str | None = None
     without_targets: int = 0
+    ignored_targets: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

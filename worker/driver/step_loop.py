@@ -265,7 +265,7 @@ class StepPublisher:
         self._reporter, self._metrics, self._spans = reporter, metrics, spans or Spans(None)
         self._step_log, self._tracking = step_log, tracking or RunTracking()
         self._profiled_steps = ProfiledSteps(profile_every_s)
-        self._update_skipped = self._without_targets = False
+        self._update_skipped = self._without_targets = self._unequal_targets = False
 
     def publish(self, record: StepMeasurement, *, first: bool, last: bool) -> bool:
         """Report a step, and by events what became of its update and where a forward computed again differs; whether its
@@ -289,6 +289,7 @@ class StepPublisher:
                 self._link_watch.observe(record.timeline["slots"])
         self._report_skipped_update(record)
         self._report_missing_targets(record)
+        self._report_unequal_targets(record)
         for difference in record.differences:
             reporter.event("forward_differs", difference)
         return profiled
@@ -301,6 +302,19 @@ class StepPublisher:
                 f"step {record.report['step']}: no microbatch has a target that counts, its loss is 0 and its gradients are "
                 "zeros: look at what the data set returns as target",
             )
+
+    def _report_unequal_targets(self, record: StepMeasurement) -> None:
+        fewest, most = record.ignored_targets
+        if fewest == most or self._unequal_targets:
+            return
+        self._unequal_targets = True
+        self._reporter.event(
+            "unequal_targets",
+            f"step {record.report['step']}: {fewest:,} to {most:,} of a worker's targets of a microbatch are ignored, and "
+            "training.loss_reduction is mean, by which microbatches weigh alike: if the loss is a mean over the other "
+            "targets, the step is not that of the whole batch. Set training.loss_reduction to tokens, or to microbatches "
+            "where each shall be a batch of its own; said once",
+        )
 
     def _report_skipped_update(self, record: StepMeasurement) -> None:
         step, scaling = record.report["step"], record.scaling

@@ -186,7 +186,8 @@ def step_usage(
 class StepMeasurement:
     """`report` is a `steps` item, `timeline` a `timelines` item of a report to the control plane; `usage`, `scaling` and
     `gpus`, by mesh and worker and only where they were read after this step, are for Prometheus. `differences`:
-    forwards that came out otherwise when they were computed again. `without_targets`: nothing in the step was a target."""
+    forwards that came out otherwise when they were computed again. `without_targets`: nothing in the step was a target.
+    `ignored_targets`: the fewest and the most ignored targets of a microbatch of a worker, where they weigh alike."""
 
     report: dict[str, Any]
     timeline: dict[str, Any]
@@ -195,6 +196,7 @@ class StepMeasurement:
     gpus: Mapping[tuple[str, int], Any] = field(default_factory=dict)
     differences: Sequence[str] = ()
     without_targets: bool = False
+    ignored_targets: tuple[int, int] = (0, 0)
 
 
 def measure_step(
@@ -233,6 +235,7 @@ def measure_step(
     summary = summarise(slots)
     losses = [loss for result in results for loss in result.losses]
     length = _first_known(result.tokens_per_sample for result in results)
+    ignored = [count for result in results for count in result.ignored_targets] or [0]
     unix, monotonic = clock
     started_at = unix + (start - monotonic)
     return StepMeasurement(
@@ -280,6 +283,7 @@ def measure_step(
             if (difference := results[rank].difference) is not None
         ],
         without_targets=bool(losses) and sum(result.without_targets for result in results) == len(losses),
+        ignored_targets=(min(ignored), max(ignored)),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from worker.actor.batch_feed import Batches, StageReader
 from worker.contract.failures import AttemptFailure
-from worker.contract.job import Job
+from worker.contract.job import Factory, Job
 from worker.contract.reasons import Reason
 from worker.data.microbatches import MicrobatchTensors
 from worker.data.sampler import BatchSampler
@@ -138,6 +139,15 @@ def test_a_model_with_its_own_loss_takes_the_target_too():
     one = batches(job("Numbered", loss=False, length=30))
     (value, number), nothing = one.microbatch(0, 0)
     assert value.flatten().tolist() == number.tolist() and nothing.tolist() == [0.0] * 4
+
+
+def test_ignored_targets_are_those_of_the_loss_or_of_all_inputs_of_a_model_with_its_own():
+    tokens, target = torch.tensor([[1, 0, -100], [-100, 0, 0]]), torch.tensor([-100, 0])
+    rows = (tokens, torch.full((2,), -100.0)), target
+    assert batches(job("Numbered", length=30)).ignored_targets(rows) == 1
+    assert batches(job("Numbered", loss=False, length=30)).ignored_targets(rows) == 2
+    ignores_0 = Factory("torch.nn:CrossEntropyLoss", {"ignore_index": 0})
+    assert batches(replace(job("Numbered", length=30), loss=ignores_0)).ignored_targets(rows) == 1
 
 
 def sized(inputs: tuple[torch.Tensor, ...]) -> Batches:

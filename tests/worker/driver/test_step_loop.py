@@ -21,6 +21,7 @@ from worker.checkpoint import format as checkpoint_format
 from worker.contract.failures import AttemptFailure, first_cause
 from worker.contract.job import CheckpointPolicy, Job
 from worker.contract.reasons import Reason
+from worker.data.sampler import BatchSampler
 from worker.driver import step_loop
 from worker.driver.checkpoints import Checkpoints
 from worker.driver.evaluation import Evaluations
@@ -33,6 +34,7 @@ from worker.driver.step_measurement import StepMeasurement, StepScaling, StepUsa
 from worker.driver.stopping import GracefulStop, Interruption
 from worker.engine import engine
 from worker.engine.spot_check import ForwardCheck, Spot
+from worker.examples.text import ByteWindows
 
 LIMIT_S = 60.0
 HERE = "127.0.0.1"
@@ -177,6 +179,35 @@ def train(
 def places(log, steps):
     """For each step, where in the log it was asked for, ended on worker 0 and was reported."""
     return {s: [log.index((what, s)) for what in ("ask run_step", "end run_step", "report")] for s in steps}
+
+
+class PaddedLate(ByteWindows):
+    """Of one sample the half is no target: the last of the first step, behind all that is tried before training."""
+
+    def __init__(self):
+        super().__init__(8)
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        tokens, target = super().__getitem__(index)
+        if index == BatchSampler(len(self), 8, 8, seed=job()["training"]["seed"]).indices(1, 7)[0]:
+            target = torch.where(torch.arange(len(target)) < len(target) // 2, target, -100)
+        return tokens, target
+
+
+@pytest.mark.parametrize(("reduction", "told"), [("mean", 1), ("microbatches", 0)])
+def test_targets_that_are_unequal_behind_what_was_tried_are_told_once_where_microbatches_weigh_alike(
+    reduction, told
+):
+    spec = job()
+    spec["data"] = {"factory": f"{__name__}:PaddedLate"}
+    spec["training"] |= {"microbatches": 8, "loss_reduction": reduction}
+    heard = train(spec, 4)  # two epochs
+    events = [message for kind, message in heard.events if kind == "unequal_targets"]
+    assert len(events) == told
+    assert all(said.startswith("step 1: 0 to 4 of a worker's targets of a microbatch are") for said in events)
 
 
 @pytest.mark.slow
