@@ -35,7 +35,16 @@ SCHEDULES = {
         "factory": "torch.optim.lr_scheduler:OneCycleLR",
         "args": {"max_lr": 0.02, "total_steps": 10},
     },
+    "lambda": {
+        "factory": "torch.optim.lr_scheduler:LambdaLR",
+        "args": {"lr_lambda": {"factory": f"{__name__}:falling_by", "args": {"base": 0.7}}},
+    },
 }
+
+
+def falling_by(base):
+    """What LambdaLR multiplies a learning rate by: `base` to the power of the step."""
+    return lambda step: base**step
 
 
 def job(schedule=None, *, stages=2, meshes=2, workers_per_mesh=1, **changes):
@@ -78,7 +87,10 @@ def plain(spec, steps, loss=torch.nn.functional.cross_entropy):
     optimizer = resolve(spec["optimizer"]["factory"])(list(model.parameters()), **spec["optimizer"]["args"])
     schedule = spec["optimizer"]["schedule"]
     if schedule:
-        schedule = resolve(schedule["factory"])(optimizer, **schedule.get("args", {}))
+        arguments = schedule.get("args", {})
+        if "lr_lambda" in arguments:  # a factory of its own, which a person would call
+            arguments = {"lr_lambda": falling_by(**arguments["lr_lambda"]["args"])}
+        schedule = resolve(schedule["factory"])(optimizer, **arguments)
     losses, rates = [], []
     for step in steps:
         optimizer.zero_grad()
