@@ -268,7 +268,18 @@ class _Comparison:
             raise TraceError(
                 f"the result of {type(model).__name__}.forward depends on {trials.dependence}; {hazards.SKIP_CHECK_HINT}"
             )
-        found = self._stages.run(self._stages_loss, place, self._untouched)
+        try:
+            found = self._stages.run(self._stages_loss, place, self._untouched)
+        except (
+            RuntimeError
+        ) as error:  # such as of a tensor that the graph's own backward needs and that changed in place
+            own = [one for one in functions if one not in PATCHED_FUNCTION_NAMES]
+            if is_out_of_memory(error):
+                raise
+            raised = f"the traced model raised {type(error).__name__}: {error}, and the model itself did not"
+            if own:
+                raise OwnBackwardError(f"{raised}: {_lost_backward(own)}") from error
+            raise TraceError(f"{raised}: {_UNTRACED_EFFECTS}; {hazards.SKIP_CHECK_HINT}") from error
         functions = [one for one in functions if one not in self._stages.functions]
         self._compare(expected, found, _UNTRACED_EFFECTS, functions)
         moved.after.restore()
@@ -720,15 +731,16 @@ def _compare_runs(
     if mismatch is None:
         return
     if mismatch.is_gradient and functions:
-        raise OwnBackwardError(
-            _mismatch_text(
-                mismatch,
-                f"tracing keeps only the forward of the autograd function {', '.join(functions)}, not its own backward: "
-                "write it as torch.library.custom_op with register_autograd, which is kept, or so that autograd derives "
-                "the backward",
-            )
-        )
+        raise OwnBackwardError(_mismatch_text(mismatch, _lost_backward(functions)))
     raise TraceError(_mismatch_text(mismatch, _UNTRACED_EFFECTS))
+
+
+def _lost_backward(functions: Sequence[str]) -> str:
+    return (
+        f"tracing keeps only the forward of the autograd function {', '.join(functions)}, not its own backward: "
+        "write it as torch.library.custom_op with register_autograd, which is kept, or so that autograd derives "
+        "the backward"
+    )
 
 
 _UNTRACED_EFFECTS = (

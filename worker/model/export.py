@@ -11,6 +11,7 @@ change.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import re
 import sys
@@ -767,22 +768,41 @@ def modules_with_own_backwards(
     """The modules in whose forward a custom autograd function is called, whose backward a trace loses, as `opaque` of
     `trace`; the model itself has an empty name."""
     found: dict[str, str] = {}
-    original = torch.autograd.Function.__dict__["apply"]
 
-    def apply(kind: type, *args: Any, **kwargs: Any) -> Any:
-        if not kind.__module__.startswith("torch.") and kind.__name__ not in PATCHED_FUNCTION_NAMES:
+    def watched(kind: type[torch.autograd.Function]) -> staticmethod:
+        forward = kind.forward
+
+        @functools.wraps(forward)  # torch binds arguments by its signature
+        def called(*args: Any, **kwargs: Any) -> Any:
             path = _innermost_module(model, list(traceback.walk_stack(None))[::-1])
             found[path] = (
                 f"the autograd function {kind.__name__} has a backward of its own, which tracing loses"
             )
-        return original.__get__(None, kind)(*args, **kwargs)
+            return forward(*args, **kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)
+        return staticmethod(called)
+
+    # not `apply`, which may have been taken from the class before
+    kinds = [kind for kind in _autograd_functions() if "forward" in vars(kind)]
+    originals = [vars(kind)["forward"] for kind in kinds]
     try:
+        for kind in kinds:
+            kind.forward = watched(kind)
         with _python_state_kept(model, list(model.modules())):
             _run_eagerly(model, example_inputs, _AutocastSpec(device, autocast))
     finally:
-        torch.autograd.Function.apply = original
+        for kind, original in zip(kinds, originals, strict=True):
+            kind.forward = original
+    return found
+
+
+def _autograd_functions() -> list[type[torch.autograd.Function]]:
+    """The autograd functions that are defined by now and neither torch's nor patched here."""
+    kinds, found = [torch.autograd.Function], []
+    for kind in kinds:
+        kinds += [one for one in kind.__subclasses__() if one not in kinds]
+        if not kind.__module__.startswith("torch.") and kind.__name__ not in PATCHED_FUNCTION_NAMES:
+            found.append(kind)
     return found
 
 

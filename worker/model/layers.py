@@ -41,8 +41,9 @@ class LayerMap:
 def expanded_modules(model: nn.Module) -> frozenset[str]:
     """Names of the modules that are opened up to find layers; what lies directly in them is a layer.
 
-    These are the model itself, containers (Sequential, ModuleList, ModuleDict) and, outside the
-    elements of a container, wrappers that hold a container somewhere or one module only.
+    These are the model itself, containers (Sequential, ModuleList, ModuleDict), outside the elements of a
+    container wrappers that hold a container somewhere or one module only, and of these elements a backbone: the only
+    one of its class, and with a container of blocks, as in Sequential(backbone, head).
     """
     found = {""}
 
@@ -51,16 +52,27 @@ def expanded_modules(model: nn.Module) -> frozenset[str]:
         for name, child in children:
             path = f"{prefix}{name}"
             container = isinstance(child, _CONTAINERS)
-            wrapper = not inside_container and (
-                any(isinstance(part, _CONTAINERS) for part in child.modules())
-                or (len(children) == 1 and any(child.children()))
-            )
+            if inside_container:
+                wrapper = _is_backbone(child, module)
+            else:
+                wrapper = any(isinstance(part, _CONTAINERS) for part in child.modules()) or (
+                    len(children) == 1 and any(child.children())
+                )
             if container or wrapper:
                 found.add(path)
                 visit(child, f"{path}.", container)
 
     visit(model, "", isinstance(model, _CONTAINERS))
     return frozenset(found)
+
+
+def _is_backbone(element: nn.Module, container: nn.Module) -> bool:
+    """True for the only element of its class in a container that holds a container of several blocks, which are modules of
+    modules."""
+    return sum(type(other) is type(element) for other in container.children()) == 1 and any(
+        isinstance(part, _CONTAINERS) and sum(any(block.children()) for block in part.children()) > 1
+        for part in element.modules()
+    )
 
 
 def layer_calls(graph: fx.Graph, expanded: frozenset[str]) -> dict[fx.Node, str]:

@@ -74,6 +74,7 @@ class LocalMeasurements:
         self._job, self._device = job, device
         self._worker = Worker(job=job, mesh="m0", worker=0, device=device)
         self._worker.prepare(job.mesh_sizes[0])
+        self._is_checked = False
         self.notes: list[str] = []
         if device == "cpu" and (gang := sum(job.mesh_sizes)) > 1:
             self.notes.append(
@@ -91,6 +92,9 @@ class LocalMeasurements:
         return self._worker.optimizer_state()
 
     def profile(self, microbatches: int) -> LayerProfile:
+        if not self._is_checked:  # it finds modules that run as they are, whose layers are others
+            self._worker.trace(microbatches)
+            self._is_checked = True
         return LayerProfile.from_json(self._worker.profile(microbatches))
 
     def leave_out(self, microbatches: int, why: str) -> None:

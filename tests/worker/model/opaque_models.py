@@ -202,7 +202,35 @@ class GradientReversal(nn.Module):
         return _Reversed.apply(x)
 
 
-TRACED_WRONGLY: dict[str, Callable[[], nn.Module]] = {"gradient reversal": GradientReversal}
+class _DoubledExp(torch.autograd.Function):
+    """Changes in place what the backward that autograd would derive needs."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        y = x.exp()
+        y[:, 1:].mul_(2.0)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return gradient * ctx.saved_tensors[0]
+
+
+_doubled_exp = _DoubledExp.apply  # as libraries keep it
+
+
+class InPlace(nn.Module):
+    """A backward of its own whose forward autograd could not go back through."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(_doubled_exp(x))
+
+
+TRACED_WRONGLY: dict[str, Callable[[], nn.Module]] = {
+    "gradient reversal": GradientReversal,
+    "in place": InPlace,
+}
 
 
 def build(kind: str, layers: int = 2) -> nn.Module:

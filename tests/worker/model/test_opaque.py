@@ -17,16 +17,17 @@ from tests.worker.model.opaque_models import CLASSES, KINDS, WIDTH, Branch, buil
 from tests.worker.model.running import buffers, gradients, step
 from tests.worker.plain_job import PlainJob
 from tests.worker.verify.proving import proof_of
-from tests.worker.workers import Workers, mean_loss
+from tests.worker.workers import PreparedMeasurements, Workers, mean_loss
 from worker.checkpoint import format as checkpoint_format
 from worker.checks.trace import check_trace
 from worker.contract.job import Job
-from worker.contract.profile import TraceError
+from worker.contract.profile import LayerProfile, TraceError
 from worker.engine.compile import split_into_pieces
 from worker.model.export import trace
 from worker.model.opaque.call import opaque_calls
 from worker.model.rng import RandomState, reseed_at_random_ops
 from worker.model.serialization import deserialize_model, load_values, parameter_values, serialize_model
+from worker.tasks.profile import LocalMeasurements
 from worker.verify.local_gang import make_workers
 
 STEPS = range(1, 4)
@@ -292,16 +293,26 @@ def test_a_job_with_codebooks_is_its_plain_loop():
     compare_with_plain_loop(job("codebook", pipeline={"schedule": "zb-h1"}))
 
 
-def test_a_job_whose_gradients_the_trace_would_lose_is_traced_anew_and_is_its_plain_loop():
-    spec = job("gradient reversal", layers=1)
+def profile_when_checked(measurements, microbatches):
+    measurements._first.trace(microbatches)
+    return LayerProfile.from_json(measurements._first.profile(microbatches))
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "function"),
+    [("gradient reversal", "GradientReversal", "_Reversed"), ("in place", "InPlace", "_DoubledExp")],
+)
+def test_a_job_whose_gradients_the_trace_would_lose_is_traced_anew_and_is_its_plain_loop(
+    kind, module, function, monkeypatch
+):
+    spec = job(kind, layers=1)
+    assert "1" in [layer.name for layer in LocalMeasurements(Job.from_json(spec), "cpu").profile(4).layers]
+    monkeypatch.setattr(PreparedMeasurements, "profile", profile_when_checked)  # as a driver does
     compare_with_plain_loop(spec)
     worker = make_workers(Job.from_json(spec))[0]
     worker.prepare(1)
     (note,) = worker.trace(4)
-    assert (
-        "module '1' (GradientReversal) runs as it is" in note
-        and "_Reversed has a backward of its own" in note
-    )
+    assert f"module '1' ({module}) runs as it is" in note and f"{function} has a backward of its own" in note
 
 
 @pytest.mark.slow

@@ -307,6 +307,29 @@ def test_blocks_inside_wrappers_are_found():
     assert layers == ["transformer.embed", "transformer.h.0", "transformer.h.1", "head"]
 
 
+class Blocks(nn.Module):
+    """A backbone: blocks that hold a sequence themselves."""
+
+    def __init__(self, depth: int):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(depth)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_backbone_in_a_sequence_is_cut_at_its_blocks_and_elements_that_repeat_are_whole():
+    x = (torch.randn(2, 5, 8),)
+    backbone = nn.Sequential(nn.Linear(8, 8), Blocks(2), nn.Linear(8, 4))
+    assert trace(backbone, x).layers == ["0", "1.blocks.0", "1.blocks.1", "2"]
+    assert trace(nn.Sequential(Blocks(2), Blocks(2), nn.Linear(8, 4)), x).layers == ["0", "1", "2"]
+    assert trace(nn.Sequential(Blocks(1), nn.Linear(8, 4)), x).layers == ["0", "1"]
+
+
 def test_torchs_own_transformer_is_cut_at_its_layers():
     model = nn.TransformerEncoder(
         nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3, enable_nested_tensor=False
