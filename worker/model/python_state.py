@@ -22,7 +22,7 @@ import sys
 import sysconfig
 import types
 from collections import OrderedDict, UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import Enum, auto
@@ -154,6 +154,10 @@ class _Path(NamedTuple):
         return _Path(self.head, self.accessor + accessor, self.tail)
 
 
+def _first_of(names: Sequence[str]) -> str:
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+
+
 class PythonState:
     """The Python state that a forward of `model` can reach, as it is now.
 
@@ -164,6 +168,7 @@ class PythonState:
         self.leaves: dict[str, Leaf] = {}
         self._bounds: dict[str, None] = {}
         self._too_deep: list[str] = []
+        self._too_wide: list[str] = []
         self._restores: list[tuple[str, Callable[[], None]]] = []
         self._seen: dict[int, Any] = {}
         self._bytes = 0
@@ -187,11 +192,14 @@ class PythonState:
 
     @property
     def bounds(self) -> tuple[str, ...]:
-        if not self._too_deep:
-            return tuple(self._bounds)
-        first, *others = self._too_deep
-        more = f" and {len(others)} more" if others else ""
-        return (*self._bounds, f"what lies more than {MAX_DEPTH} deep, as {first}{more}, was not looked at")
+        found = list(self._bounds)
+        if self._too_wide:
+            ends = _MAX_ENTRIES // 2
+            found.append(f"of {_first_of(self._too_wide)} only the first and last {ends} were looked at")
+        if self._too_deep:
+            deep = _first_of(self._too_deep)
+            found.append(f"what lies more than {MAX_DEPTH} deep, as {deep}, was not looked at")
+        return tuple(found)
 
     def moved_until(self, later: PythonState, *, inside: bool = False) -> list[Movement]:
         """The leaves that differ in `later`; of what is new or gone only the uppermost, unless `inside` is asked for."""
@@ -415,9 +423,7 @@ class PythonState:
                 leaf.value = entries
                 entries = []
             else:
-                self._bounds[
-                    f"of {name} only the first and last {_MAX_ENTRIES // 2} of {len(entries):,} were looked at"
-                ] = None
+                self._too_wide.append(f"the {len(entries):,} entries of {name}")
                 entries = entries[: _MAX_ENTRIES // 2] + entries[-_MAX_ENTRIES // 2 :]
         settable = not isinstance(value, tuple)
         for key, one in entries:

@@ -187,7 +187,9 @@ def test_bounds_that_were_hit_are_said(monkeypatch):
     (bound,) = PythonState(Holder([deep, other])).bounds
     assert " and 1 more, was not looked at" in bound
     (bound,) = PythonState(Holder([[number] for number in range(1000)])).bounds
-    assert "of 'kept' of module 'inner' only the first and last 128 of 1,000" in bound
+    assert "of the 1,000 entries of 'kept' of module 'inner' only the first and last 128" in bound
+    (bound,) = PythonState(Holder([[[number] for number in range(1000)], [[0]] * 300])).bounds
+    assert "of the 1,000 entries of 'kept[0]' of module 'inner' and 1 more only the first and last" in bound
     monkeypatch.setattr(python_state, "MAX_COPIED_BYTES", 100)
     (bound,) = PythonState(Holder(torch.zeros(1000))).bounds
     assert (
