@@ -354,6 +354,7 @@ class Worker:
             device=self._device,
             last=training.steps,
             limit_s=limits.limit_s(program.longest_slot_s),  # as others wait for this mesh
+            counts_ignored=training.loss_reduction == "mean",
         )
         return Engine(
             program,

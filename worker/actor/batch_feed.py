@@ -95,11 +95,6 @@ class Batches:
         self._origin = (step, sample)
         self._set_microbatches(self.microbatches)
 
-    @property
-    def counts_ignored(self) -> bool:
-        """True where microbatches weigh alike, whatever their targets."""
-        return self._job.training.loss_reduction == "mean"
-
     def ignored_targets(self, rows: MicrobatchTensors) -> int:
         """The number of integers of a microbatch that a loss as torch's takes for no target: of its target, or of all inputs
         where the model returns its own loss."""
@@ -305,6 +300,7 @@ class StageReader:
         device: str,
         last: int,
         limit_s: float,
+        counts_ignored: bool = False,
     ):
         self._batches, self._resumed_at = batches, None
         self._ignored: dict[int, list[int]] = {}
@@ -317,7 +313,7 @@ class StageReader:
             limit_s = min(limit_s, loader.timeout_s) if loader.workers else limit_s
             self._first_limit_s = limit_s + _READER_START_S + SKIP_LIMIT_S
             self._reader = prefetch_steps(
-                self._read_counted if self.has_output and batches.counts_ignored else batches.microbatch,
+                self._read_counted if self.has_output and counts_ignored else batches.microbatch,
                 batches.microbatches,
                 device=device,
                 ahead=batches.ahead,

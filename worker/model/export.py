@@ -769,41 +769,59 @@ def modules_with_own_backwards(
     `trace`; the model itself has an empty name."""
     found: dict[str, str] = {}
 
-    def watched(kind: type[torch.autograd.Function]) -> staticmethod:
+    def note(kind: type[torch.autograd.Function]) -> None:
+        path = _innermost_module(model, list(traceback.walk_stack(None))[::-1])
+        found[path] = f"the autograd function {kind.__name__} has a backward of its own, which tracing loses"
+
+    with _noted_autograd_functions(note), _python_state_kept(model, list(model.modules())):
+        _run_eagerly(model, example_inputs, _AutocastSpec(device, autocast))
+    return found
+
+
+@contextlib.contextmanager
+def _noted_autograd_functions(note: Callable[[type[torch.autograd.Function]], None]) -> Iterator[None]:
+    """In the body `note` is called with each autograd function that is called and neither torch's nor patched here: at its
+    forward, as `apply` may have been taken from the class before, or at `apply` where the class is made in the body."""
+    known = _autograd_functions()
+    forwards = {kind: vars(kind)["forward"] for kind in known if "forward" in vars(kind)}
+    applied = torch.autograd.Function.__dict__["apply"]
+
+    def noted(kind: type[torch.autograd.Function]) -> staticmethod:
         forward = kind.forward
 
         @functools.wraps(forward)  # torch binds arguments by its signature
         def called(*args: Any, **kwargs: Any) -> Any:
-            path = _innermost_module(model, list(traceback.walk_stack(None))[::-1])
-            found[path] = (
-                f"the autograd function {kind.__name__} has a backward of its own, which tracing loses"
-            )
+            note(kind)
             return forward(*args, **kwargs)
 
         return staticmethod(called)
 
-    # not `apply`, which may have been taken from the class before
-    kinds = [kind for kind in _autograd_functions() if "forward" in vars(kind)]
-    originals = [vars(kind)["forward"] for kind in kinds]
+    def apply(kind: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        if kind not in known and _is_own(kind):
+            note(kind)
+        return applied.__get__(None, kind)(*args, **kwargs)
+
     try:
-        for kind in kinds:
-            kind.forward = watched(kind)
-        with _python_state_kept(model, list(model.modules())):
-            _run_eagerly(model, example_inputs, _AutocastSpec(device, autocast))
+        for kind in forwards:
+            kind.forward = noted(kind)
+        torch.autograd.Function.apply = classmethod(apply)
+        yield
     finally:
-        for kind, original in zip(kinds, originals, strict=True):
-            kind.forward = original
-    return found
+        torch.autograd.Function.apply = applied
+        for kind, forward in forwards.items():
+            kind.forward = forward
 
 
 def _autograd_functions() -> list[type[torch.autograd.Function]]:
     """The autograd functions that are defined by now and neither torch's nor patched here."""
-    kinds, found = [torch.autograd.Function], []
-    for kind in kinds:
+    kinds = [torch.autograd.Function]
+    for kind in kinds:  # which grows
         kinds += [one for one in kind.__subclasses__() if one not in kinds]
-        if not kind.__module__.startswith("torch.") and kind.__name__ not in PATCHED_FUNCTION_NAMES:
-            found.append(kind)
-    return found
+    return [kind for kind in kinds if _is_own(kind)]
+
+
+def _is_own(kind: type[torch.autograd.Function]) -> bool:
+    return not kind.__module__.startswith("torch.") and kind.__name__ not in PATCHED_FUNCTION_NAMES
 
 
 def tensor_aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -227,9 +227,26 @@ class InPlace(nn.Module):
         return torch.tanh(_doubled_exp(x))
 
 
+class MadeInForward(nn.Module):
+    """A backward of its own of a class that each forward makes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        class Reversed(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x: Tensor) -> Tensor:
+                return x.view_as(x)
+
+            @staticmethod
+            def backward(ctx, gradient: Tensor) -> Tensor:
+                return -0.5 * gradient
+
+        return Reversed.apply(x)
+
+
 TRACED_WRONGLY: dict[str, Callable[[], nn.Module]] = {
     "gradient reversal": GradientReversal,
     "in place": InPlace,
+    "made in forward": MadeInForward,
 }
 
 

@@ -300,7 +300,11 @@ def profile_when_checked(measurements, microbatches):
 
 @pytest.mark.parametrize(
     ("kind", "module", "function"),
-    [("gradient reversal", "GradientReversal", "_Reversed"), ("in place", "InPlace", "_DoubledExp")],
+    [
+        ("gradient reversal", "GradientReversal", "_Reversed"),
+        ("in place", "InPlace", "_DoubledExp"),
+        ("made in forward", "MadeInForward", "Reversed"),
+    ],
 )
 def test_a_job_whose_gradients_the_trace_would_lose_is_traced_anew_and_is_its_plain_loop(
     kind, module, function, monkeypatch
