@@ -9,11 +9,9 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 SYSTEM_PACKAGES := chromium prometheus postgresql iproute2
 PYTEST_ARGS ?=
 
-# Tests of one file run in one process, all that start Ray in one (tests/conftest.py), which waits more than it computes: so there
-# is one process more than cores. The marks are told in tests/README.md. The few that fail are tried once more at the end, alone
-# (tests/second_try.py).
-TEST_PROCESSES ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
-PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder --second-try
+# Tests of one file run in one process, all that start Ray in one (tests/conftest.py); the marks are told in tests/README.md.
+# The few that fail are tried once more at the end, alone (tests/second_try.py).
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder --second-try
 BY_NIGHT := slow or matrix or postgres
 
 unexport PYTHONDONTWRITEBYTECODE
