@@ -270,16 +270,12 @@ class _Comparison:
             )
         try:
             found = self._stages.run(self._stages_loss, place, self._untouched)
-        except (
-            RuntimeError
-        ) as error:  # such as of a tensor that the graph's own backward needs and that changed in place
+        except RuntimeError as error:  # such as of a tensor that changed in place before autograd's backward
             own = [one for one in functions if one not in PATCHED_FUNCTION_NAMES]
-            if is_out_of_memory(error):
+            if is_out_of_memory(error) or not own:
                 raise
             raised = f"the traced model raised {type(error).__name__}: {error}, and the model itself did not"
-            if own:
-                raise OwnBackwardError(f"{raised}: {_lost_backward(own)}") from error
-            raise TraceError(f"{raised}: {_UNTRACED_EFFECTS}; {hazards.SKIP_CHECK_HINT}") from error
+            raise OwnBackwardError(f"{raised}: {_lost_backward(own)}") from error
         functions = [one for one in functions if one not in self._stages.functions]
         self._compare(expected, found, _UNTRACED_EFFECTS, functions)
         moved.after.restore()
