@@ -409,21 +409,29 @@ class Evaluation(SpecPart):
 
 
 class Tracker(SpecPart):
-    """A tracker of the run's values: TensorBoard, W&B or MLflow, or an object that a factory makes."""
+    """A tracker of the run's values: TensorBoard, W&B, MLflow or Trackio, or an object that a factory makes."""
 
-    needed: ClassVar[dict[str, str]] = {"tensorboard": "dir", "wandb": "project", "mlflow": "experiment"}
+    needed: ClassVar[dict[str, str]] = {
+        "tensorboard": "dir",
+        "wandb": "project",
+        "mlflow": "experiment",
+        "trackio": "project",
+    }
     """The field that each library needs."""
     optional: ClassVar[dict[str, str]] = {"wandb": "entity", "mlflow": "uri"}
 
     to: Annotated[str, Field(max_length=100)] | None = Field(
-        default=None, description="tensorboard, wandb or mlflow; null: as `factory` makes it"
+        default=None, description="tensorboard, wandb, mlflow or trackio; null: as `factory` makes it"
     )
     dir: Text | None = Field(
         default=None,
         description="TensorBoard: folder of event files, an absolute path that every node sees, or a URL; a job has its own "
         "folder there, NAME-ID",
     )
-    project: Text | None = Field(default=None, description="W&B: the project; the run's id is the job's")
+    project: Text | None = Field(
+        default=None,
+        description="W&B and Trackio: the project; the run's id is the job's, or its name ends with it",
+    )
     entity: Text | None = Field(default=None, description="W&B: user or team; null: the key's own")
     experiment: Text | None = Field(
         default=None, description="MLflow: the experiment, made where it is missing"
@@ -442,7 +450,7 @@ class Tracker(SpecPart):
         if self.to is None:
             if self.factory is None:
                 raise ValueError(
-                    "names no tracker: give `to` (tensorboard, wandb or mlflow), or the factory of your own"
+                    "names no tracker: give `to` (tensorboard, wandb, mlflow or trackio), or the factory of your own"
                 )
             allowed = {"factory", "args"}
         elif self.to in self.needed:
@@ -452,7 +460,7 @@ class Tracker(SpecPart):
             allowed = {needed, self.optional.get(self.to)}
         else:
             raise ValueError(
-                f"to is {self.to!r}: write tensorboard, wandb or mlflow, or give a factory of your own tracker"
+                f"to is {self.to!r}: write tensorboard, wandb, mlflow or trackio, or give a factory of your own tracker"
             )
         if others := sorted(given - allowed):
             place = self.to or "a factory"

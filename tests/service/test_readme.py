@@ -85,7 +85,7 @@ def test_the_whole_job_of_the_readme_is_one_that_the_server_takes():
 def test_the_trackers_of_the_readme_are_ones_that_the_server_takes():
     (whole,), (tracking,) = blocks("yaml", WORKER), blocks("yaml", TEXTS["worker/driver/tracking/README.md"])
     trackers = JobSpec.model_validate({**yaml.safe_load(whole), **yaml.safe_load(tracking)}).tracking
-    assert [tracker.to for tracker in trackers] == ["tensorboard", "wandb", "mlflow", None]
+    assert [tracker.to for tracker in trackers] == ["tensorboard", "wandb", "mlflow", "trackio", None]
 
 
 @pytest.mark.parametrize("name", ["code", "checkpoint", "retry"])

@@ -217,8 +217,8 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class TrackerSpec:
-    """A tracker of the run: `to` tensorboard (with `dir`), wandb (`project`, `entity`) or mlflow (`experiment`, `uri`); or,
-    where `to` is None, an object that `factory` makes of `args`."""
+    """A tracker of the run: `to` tensorboard (with `dir`), wandb (`project`, `entity`), mlflow (`experiment`, `uri`) or
+    trackio (`project`); or, where `to` is None, an object that `factory` makes of `args`."""
 
     to: str | None = None
     dir: str | None = None

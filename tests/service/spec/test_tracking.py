@@ -20,12 +20,14 @@ def test_the_driver_reads_the_trackers_that_the_server_takes():
         {"to": "tensorboard", "dir": "/shared/runs"},
         {"to": "wandb", "project": "language", "entity": "team"},
         {"to": "mlflow", "experiment": "language", "uri": "http://mlflow:5000"},
+        {"to": "trackio", "project": "language"},
         {"factory": "mine:make", "args": {"place": "here"}},
     )
     assert Job.from_json(spec.model_dump(mode="json")).tracking == (
         TrackerSpec(to="tensorboard", dir="/shared/runs"),
         TrackerSpec(to="wandb", project="language", entity="team"),
         TrackerSpec(to="mlflow", experiment="language", uri="http://mlflow:5000"),
+        TrackerSpec(to="trackio", project="language"),
         TrackerSpec(factory="mine:make", args={"place": "here"}),
     )
     assert Job.from_json(JobSpec.model_validate(MINIMAL).model_dump(mode="json")).tracking == ()
@@ -40,10 +42,14 @@ def test_a_url_is_a_place_of_tensorboard_and_mlflow_may_take_its_server_from_the
 @pytest.mark.parametrize(
     ("trackers", "message"),
     [
-        ([{"to": "neptune"}], "to is 'neptune': write tensorboard, wandb or mlflow, or give a factory"),
+        (
+            [{"to": "neptune"}],
+            "to is 'neptune': write tensorboard, wandb, mlflow or trackio, or give a factory",
+        ),
         ([{}], "names no tracker: give `to`"),
         ([{"to": "wandb"}], "wandb has no project: write {to: wandb, project: …}"),
         ([{"to": "mlflow", "uri": "http://mlflow:5000"}], "mlflow has no experiment"),
+        ([{"to": "trackio", "project": "p", "entity": "team"}], "entity with trackio, which takes none"),
         ([{"to": "tensorboard", "dir": "runs"}], "dir 'runs' is relative"),
         (
             [{"to": "wandb", "project": "p", "experiment": "e", "dir": "/runs"}],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -250,6 +251,51 @@ def test_mlflow_has_one_run_that_the_second_attempt_finds_again(tmp_path):
         "resources.tensor_plan._.qkv": "colwise",
     }
     assert run.data.tags["slotline.plan.schedule"] == "1f1b"
+
+
+@pytest.mark.slow  # Trackio makes a database
+@needs_libraries("trackio")
+def test_trackio_has_one_run_that_the_second_attempt_goes_on_with(tmp_path):
+    """In a process of its own: the library reads TRACKIO_DIR once, when it is imported."""
+    code = """
+import json, sys, types
+from tests.worker.driver.test_trackers import attempt, two_attempts
+from worker.contract.job import TrackerSpec
+spec = TrackerSpec(to="trackio", project="language")
+attempt([spec], [], 1, [1.0], outcome="SUCCEEDED", run_id="job-0")
+events = two_attempts(spec)
+import trackio
+(run,) = [run for run in trackio.Api().runs("language") if run.name == "gpt-job-1"]
+runs = sorted(run.name for run in trackio.Api().runs("language"))
+print("READ " + json.dumps([events, runs, run.config]))
+"""
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
+        environment.pop(name, None)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    (read,) = [line for line in done.stdout.splitlines() if line.startswith("READ ")]
+    events, runs, config = json.loads(read.removeprefix("READ "))
+    assert events == [["tracking", "trackio: run gpt-job-1 of project language"]] * 2
+    assert runs == ["gpt-job-0", "gpt-job-1"]
+    assert config["job"] == CONFIG["job"] and config["plan"] == CONFIG["plan"]
+    read_metric = [sys.executable, "-m", "trackio.cli", "get", "metric", "--json"]
+    read_metric += ["--project", "language", "--run", "gpt-job-1", "--metric"]
+    curves = {}
+    for name in ("train/loss", "eval/loss"):
+        shown = subprocess.run(
+            [*read_metric, name],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            env=environment,
+        )
+        assert shown.returncode == 0, shown.stderr
+        curves[name] = [(row["step"], row["value"]) for row in json.loads(shown.stdout)["values"]]
+    assert curves["train/loss"] == [(1, 0.125), (2, 0.25), (3, 0.375), (4, 0.5), (5, 0.625), (6, 1.5)]
+    assert curves["eval/loss"] == [(3, 3.75), (5, 6.25), (6, 15.0)]
 
 
 class Recorder:

@@ -1,7 +1,7 @@
 """Trackers: one object per library that keeps the curves of a run, over all attempts and resumes of its job.
 
 A library is imported by the tracker's own thread, when its run starts; none is needed by jobs that do not name it.
-Steps that are trained again after a resume appear once: TensorBoard shows the new values, W&B and MLflow, which
+Steps that are trained again after a resume appear once: TensorBoard shows the new values, the others, which
 overwrite nothing, keep those that they have. Knows nothing of queues, threads or the control plane.
 """
 
@@ -23,7 +23,7 @@ from worker.model.factory import call_factory, resolve
 SUCCEEDED, CANCELLED = "SUCCEEDED", "CANCELLED"
 FINISH_LIMIT_S = 30.0
 """Time that trackers have together at the end of an attempt."""
-_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
+_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny", "trackio": "trackio"}
 
 
 class Tracker(Protocol):
@@ -220,7 +220,39 @@ class Mlflow:
         return found.experiment_id
 
 
-_LIBRARIES = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": Mlflow}
+class Trackio:
+    """A run of Trackio, which knows a run by its name: NAME-ID. TRACKIO_DIR, TRACKIO_SPACE_ID and others are its own
+    variables."""
+
+    def __init__(self, spec: TrackerSpec):
+        self._project = spec.project
+        self._run: Any = None
+        self._first_step = 0
+
+    def start(self, run_id: str, name: str, config: Mapping[str, Any]) -> str:
+        import trackio
+
+        self._run = trackio.init(
+            project=self._project,
+            name=f"{name}-{run_id}",
+            resume="allow",
+            config=dict(config),
+            embed=False,
+            auto_log_gpu=False,  # of the driver's machine, where nothing is trained
+            auto_log_cpu=False,
+        )
+        self._first_step = self._run._next_step  # behind all that its run has; no public name tells it (0.43)
+        return f"run {self._run.name} of project {self._project}"
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if step >= self._first_step:  # it would show a step twice
+            self._run.log(dict(values), step=step)
+
+    def finish(self, outcome: str) -> None:
+        self._run.finish()
+
+
+_LIBRARIES = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio}
 
 
 def _flatten(value: Any, name: str = "") -> dict[str, str]:
