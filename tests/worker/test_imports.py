@@ -76,3 +76,10 @@ def test_what_of_the_driver_needs_no_tensor_is_light(module):
 def test_the_gang_of_the_driver_needs_no_torch():
     code = "import sys, worker.driver.gang; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_actor_is_imported_without_the_compiler():
+    """Each worker of a gang imports it, and one of them traces."""
+    code = "import sys, worker.actor.actor; sys.exit(str({'torch._dynamo', 'sympy'} & {*sys.modules} or ''))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.strip() == ""

@@ -24,7 +24,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.export._trace
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -891,8 +890,12 @@ def _export(
 def _moved_while_exported(model: nn.Module, before: PythonState) -> Iterator[list[MovedState]]:
     """In the body, an export, fill the list with what forward moves; torch puts attributes back where it looks for tensors
     among them, so it is read just before."""
+    from torch.export import (
+        _trace,
+    )  # 2 to 3 s of a processor with the compiler: for the worker that traces alone
+
     moved: list[MovedState] = []
-    original = torch.export._trace._detect_attribute_assignment
+    original = _trace._detect_attribute_assignment
 
     @contextlib.contextmanager
     def watched(module: nn.Module) -> Iterator[None]:
@@ -902,11 +905,11 @@ def _moved_while_exported(model: nn.Module, before: PythonState) -> Iterator[lis
             with _disable_current_modes(), torch._C.DisableTorchFunction():
                 moved[:] = before.state_moved_until(PythonState(model))
 
-    torch.export._trace._detect_attribute_assignment = watched
+    _trace._detect_attribute_assignment = watched
     try:
         yield moved
     finally:
-        torch.export._trace._detect_attribute_assignment = original
+        _trace._detect_attribute_assignment = original
 
 
 @contextlib.contextmanager
