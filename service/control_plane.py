@@ -142,7 +142,9 @@ async def _connect_clusters(
     elif settings.has_default_cluster:
         local = await _start_local_ray(settings, stack)
         connected[DEFAULT_CLUSTER] = RayCluster(local.address, token=local.token)
-        drivers = DriverSettings(python=sys.executable, ray_address=local.gcs_address, may_scale=False)
+        drivers = DriverSettings(
+            python=sys.executable, forks=True, ray_address=local.gcs_address, may_scale=False
+        )
     for name in settings.clusters:
         connected[name] = others.get(name) or ray_cluster(settings, name)
     return build_clusters(settings, connected, refresh_s=CLUSTER_REFRESH_S, default=drivers)

@@ -166,7 +166,10 @@ Placer = Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any] | None]
 
 class Gang:
     """All meshes of an attempt, with their numbers of workers (`sizes`); a context that leaves neither actor nor placement
-    group behind."""
+    group behind.
+
+    `interpreter` are the words of a shell that run workers on CPU; None: those that Ray takes.
+    """
 
     def __init__(
         self,
@@ -178,6 +181,7 @@ class Gang:
         workers_per_gpu: int = 1,
         place: Placer = lambda nodes: None,
         report_draining: Callable[[Mapping[str, float]], None] = lambda nodes: None,
+        interpreter: str | None = None,
     ):
         if workers_per_gpu < 1:
             raise ValueError(f"workers_per_gpu is {workers_per_gpu}; a GPU serves 1 worker or more")
@@ -187,6 +191,7 @@ class Gang:
         self._workers_per_gpu = workers_per_gpu
         self._limits, self._interruption, self._place = limits, interruption, place
         self._drains = DrainWatch(report_draining)
+        self._interpreter = interpreter
         self._group: PlacementGroup | None = None
         self._planned_step_s = 0.0
         self.meshes: tuple[Mesh, ...] = ()
@@ -296,6 +301,8 @@ class Gang:
         }
         if self._device == "cuda":
             return options | self._gpu_options(mesh, worker)
+        if self._interpreter is not None:
+            options["runtime_env"] = {"py_executable": self._interpreter}
         return options | {"resources": {CPU_RESOURCE: 1}}
 
     def workers_sharing_memory(self, address: WorkerAddress) -> int:

@@ -27,6 +27,7 @@ from worker.contract.job import SKIP_LIMIT_S, Job
 from worker.contract.logs import set_environment
 from worker.contract.planned import MeshProgram, PlannedJob, planned_peak_bytes
 from worker.contract.reasons import Reason
+from worker.contract.spawn import forking_interpreter
 from worker.contract.tasks import CHECK_LIMIT_S, JobCheck, check_job_process
 from worker.contract.versions import installed_versions
 from worker.driver.benchmarks import GangMeasurements
@@ -107,6 +108,8 @@ class Trainer:
             workers_per_gpu=int(os.environ.get("SLOTLINE_WORKERS_PER_GPU", "1")),
             place=self._placement,
             report_draining=reporter.draining,
+            # packages of the job's own have an interpreter of their own, with which Ray starts
+            interpreter=None if job.code.pip else forking_interpreter(),
         )
         measurements = GangMeasurements(
             job,

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-import shlex
 from collections import Counter, defaultdict
 from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -236,7 +235,7 @@ async def _run(cluster: NamedCluster, demand: ClusterDemand) -> ScaleResult:
     run_id = f"scale-{secrets.token_hex(8)}"
     submission = RayJobSubmission(
         id=run_id,
-        entrypoint=f"{shlex.quote(cluster.drivers.python)} -m worker.tasks scale",
+        entrypoint=f"{cluster.drivers.entrypoint('worker.tasks')} scale",
         env={
             SCALE_REQUEST_VARIABLE: _scale_request(demand, cluster.drivers.workers_per_gpu).to_json(),
             **cluster.drivers.ray_environment,

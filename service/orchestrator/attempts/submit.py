@@ -8,7 +8,6 @@ the environment, which Ray shows: drivers ask for them.
 
 from __future__ import annotations
 
-import shlex
 import time
 
 from service.observability.tracing import attempt_context, exporting
@@ -89,9 +88,10 @@ class Submitter:
             if names := spec_secret_names(job.spec):
                 # checked only: the driver asks for them, since Ray shows a driver's environment
                 await open_secrets(session, SecretBox.of(self._settings), job.owner, names)
+        pip = tuple(stored_field(job.spec, "code", "pip", []))
         return RayJobSubmission(
             id=attempt.id,
-            entrypoint=f"{shlex.quote(cluster.drivers.python)} -m worker.driver",
+            entrypoint=cluster.drivers.entrypoint("worker.driver", pip=pip),
             env=spec_environment(job.spec)
             | cluster.drivers.ray_environment
             | {
@@ -106,7 +106,7 @@ class Submitter:
             },
             metadata={"slotline_job": job.id, "slotline_attempt": str(attempt.number)},
             working_dir=await working_dir_uri(self._database, job.spec, cluster),
-            pip=tuple(stored_field(job.spec, "code", "pip", [])),
+            pip=pip,
         )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import shlex
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from service.spec.states import NodeMark, mark_in_force
 from service.store.database import Sessions
 from service.store.files import package_content
 from worker.contract.job import is_placement_group_name, placement_group_name
+from worker.contract.spawn import through_server
 
 logger = logging.getLogger(__name__)
 _RETRY_INTERVAL_S = 0.5
@@ -47,11 +49,19 @@ class DriverSettings:
     plane's URL (None: the common one)."""
 
     python: str = "python"
+    forks: bool = False
+    """Its nodes have a fork server (worker/tasks/forkserver.py)."""
     ray_address: str | None = None
     url: str | None = None
     workers_per_gpu: int = 1
     may_scale: bool = True
     """The cluster may have an autoscaler; a local Ray has none."""
+
+    def entrypoint(self, module: str, *, pip: Sequence[str] = ()) -> str:
+        """The words of a shell that run a module there, from the fork server where there is one: packages of a job's own
+        (`pip`) come with an interpreter that has nothing imported."""
+        python = through_server(self.python) if self.forks and not pip else shlex.quote(self.python)
+        return f"{python} -m {module}"
 
     @property
     def ray_environment(self) -> dict[str, str]:

@@ -25,6 +25,7 @@ import time
 from service.orchestrator.decisions.attempt_lifecycle import RAY_RESOURCES
 from service.orchestrator.ray.jobs_api import ClusterError, RayCluster
 from service.settings.settings import Settings
+from worker.contract.spawn import SERVER_VARIABLE as FORKSERVER_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -202,6 +203,7 @@ class LocalRay:
             "RAY_AUTH_TOKEN": self.token,
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # nothing moves elsewhere: end at once
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            FORKSERVER_VARIABLE: f"slotline-{secrets.token_hex(16)}",
             "RAY_worker_niceness": "0",  # Ray gives 15: whatever else runs here would slow workers, and their profiles
         }
         # users' code runs in it, which must not see the secrets of the control plane
@@ -253,13 +255,20 @@ def free_ports(number: int) -> list[int]:
 def _run_ray_until_stdin_ends(options: list[str]) -> int:
     """Run Ray until our standard input ends or Ray does; Ray's exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":  # where torch is not installed it ends at once, and interpreters start anew
+        subprocess.Popen(
+            [sys.executable, "-m", "worker.tasks", "forkserver"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            preexec_fn=_die_with_parent,
+        )
     ray = subprocess.Popen(
         [sys.executable, "-m", "ray.scripts.scripts", "start", *options],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         preexec_fn=_die_with_parent,
     )
-    signal.signal(signal.SIGCHLD, lambda *_: os._exit(ray.wait()))
+    signal.signal(signal.SIGCHLD, lambda *_: ray.poll() is None or os._exit(ray.wait()))
     if ray.poll() is None:
         sys.stdin.buffer.read()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -119,9 +119,10 @@ class CheckTask(Task[CheckRequest, CheckAnswer]):
         hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         return replace(
             self.submission(
-                cluster, {**spec_environment(request.spec), CHECK_REQUEST_VARIABLE: text, **hidden}
+                cluster,
+                {**spec_environment(request.spec), CHECK_REQUEST_VARIABLE: text, **hidden},
+                pip=stored_field(request.spec, "code", "pip", []),
             ),
             working_dir=await working_dir_uri(self._database, request.spec, cluster),
-            pip=tuple(stored_field(request.spec, "code", "pip", [])),
             avoid=tuple(without),
         )

@@ -126,9 +126,8 @@ class ProfileTask(Task[ProfileRequest, MeasuredCosts]):
             "SLOTLINE_WORKERS_PER_GPU": str(workers_per_gpu),
         }
         return replace(
-            self.submission(cluster, environment),
+            self.submission(cluster, environment, pip=stored_field(spec, "code", "pip", [])),
             working_dir=await working_dir_uri(self._database, spec, cluster),
-            pip=tuple(stored_field(spec, "code", "pip", [])),
             resources={RAY_RESOURCES[device]: share},
         )
 

@@ -14,11 +14,10 @@ import hashlib
 import logging
 import math
 import secrets
-import shlex
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from typing import ClassVar, Generic, TypeVar
@@ -121,15 +120,22 @@ class Task(ABC, Generic[RequestT, ResultT]):
         return None
 
     def submission(
-        self, cluster: NamedCluster, environment: Mapping[str, str], *, job_id: str | None = None
+        self,
+        cluster: NamedCluster,
+        environment: Mapping[str, str],
+        *,
+        job_id: str | None = None,
+        pip: Sequence[str] = (),
     ) -> RayJobSubmission:
-        """One process of the task, which holds no accelerator; `job_id` is the job that it is shown with."""
+        """One process of the task, which holds no accelerator; `job_id` is the job that it is shown with, `pip` are its
+        packages."""
         run_id = f"{self.name}-{secrets.token_hex(8)}"
         return RayJobSubmission(
             id=run_id,
-            entrypoint=f"{shlex.quote(cluster.drivers.python)} -m worker.tasks {self.name}",
+            entrypoint=f"{cluster.drivers.entrypoint('worker.tasks', pip=pip)} {self.name}",
             env=environment,
             metadata={f"slotline_{self.name}": job_id or run_id},
+            pip=tuple(pip),
         )
 
     async def run_in_ray(

@@ -1,0 +1,232 @@
+"""Forked processes beside new interpreters that run the same: arguments, environment, streams, ends; and refusals."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import struct
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.polling import until
+from worker.contract import spawn
+from worker.tasks import forkserver
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
+ROOT = Path(__file__).parents[3]
+LIMIT_S = 60.0
+SERVER = """
+import sys
+from worker.tasks import forkserver
+forkserver.PRELOADED = ("numpy", "statistics")
+{more}
+sys.exit(forkserver.main())
+"""
+PRINT_ALL = """
+import json, os, sys
+import statistics
+kept = [name for name in sys.path if name]
+known = {name: os.environ[name] for name in ("GIVEN", "PATH") if name in os.environ}
+print(json.dumps([sys.argv[1:], os.getcwd(), known, kept, __name__, sys.stdin.read(), sys.argv[0]]))
+print("to standard error", file=sys.stderr)
+"""
+PARENT = "import os, sys; print(os.getppid(), 'statistics' in sys.modules, flush=True)"
+SLEEP = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (print("asked to end", flush=True), sys.exit(5)))
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+class Server:
+    """A fork server with few modules, and programs that are run through it, or by a new interpreter."""
+
+    def __init__(self, folder: Path, more: str = ""):
+        self.folder = folder
+        name = f"slotline-test-{secrets.token_hex(8)}"
+        self.environment = {**os.environ, "PYTHONPATH": str(ROOT), spawn.SERVER_VARIABLE: name}
+        self.environment["OMP_NUM_THREADS"] = "1"
+        code = SERVER.format(more=more)
+        self.process = subprocess.Popen([sys.executable, "-c", code], env=self.environment)
+        until(lambda: name in Path("/proc/net/unix").read_text())
+
+    def program(self, text: str) -> str:
+        path = self.folder / f"program-{secrets.token_hex(4)}.py"
+        path.write_text(textwrap.dedent(text))
+        return str(path)
+
+    def start(self, *arguments: str, forks: bool = True, **options) -> subprocess.Popen[str]:
+        through = ["-S", "-E", spawn.__file__] if forks else []
+        options = {"env": self.environment, "cwd": self.folder} | options
+        return subprocess.Popen(
+            [sys.executable, *through, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            **options,
+        )
+
+    def run(self, *arguments: str, forks: bool = True, given: str = "", **options) -> tuple[int, str, str]:
+        process = self.start(*arguments, forks=forks, **options)
+        out, error = process.communicate(given, timeout=LIMIT_S)
+        return process.returncode, out, error
+
+    def forks(self, **options) -> bool:
+        """True if a program is run by a process that the server forked."""
+        code, out, error = self.run(self.program(PARENT), **options)
+        assert code == 0, error
+        parent, imported = out.split()
+        assert (parent == str(self.process.pid)) == (imported == "True")
+        return imported == "True"
+
+
+@pytest.fixture
+def server(tmp_path):
+    made = Server(tmp_path)
+    yield made
+    made.process.kill()
+    made.process.wait()
+
+
+def test_a_program_is_given_what_an_interpreter_gives_it(server):
+    assert server.forks()
+    path = server.program(PRINT_ALL)
+    environment = {**server.environment, "GIVEN": "a value", "PYTHONPATH": f"{ROOT}{os.pathsep}/elsewhere"}
+    for arguments in ([path, "one", "--two=2"], ["-u", path]):
+        forked, plain = (
+            server.run(*arguments, forks=forks, given="typed", env=environment) for forks in (True, False)
+        )
+        assert forked == plain
+        argv, folder, known, path_entries, name, given, _ = json.loads(forked[1])
+        assert (folder, name, given) == (str(server.folder), "__main__", "typed")
+        assert known["GIVEN"] == "a value" and "/elsewhere" in path_entries
+        assert argv == arguments[arguments.index(path) + 1 :]
+
+
+def test_a_module_is_run_as_an_interpreter_runs_it(server):
+    (server.folder / "mine.py").write_text(PRINT_ALL)
+    forked, plain = (server.run("-m", "mine", "x", forks=forks) for forks in (True, False))
+    assert forked == plain and json.loads(forked[1])[0] == ["x"]
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "",
+        "import sys; sys.exit(3)",
+        "import sys; sys.exit('no more')",
+        "import os; os._exit(4)",
+        "import atexit; atexit.register(print, 'at the end'); print('before')",
+        "import threading, time; threading.Thread(target=lambda: (time.sleep(0.05), print('late'))).start()",
+        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+        "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+        "import os, signal; os.kill(os.getpid(), signal.SIGABRT)",
+    ],
+)
+def test_a_program_ends_as_it_does_by_itself(server, ending):
+    path = server.program(ending)
+    assert server.run(path) == server.run(path, forks=False)
+
+
+def test_an_error_has_its_traceback(server):
+    path = server.program("def broken():\n    raise ValueError('wrong')\nbroken()\n")
+    code, out, error = server.run(path)
+    assert (code, out) == (1, "") and error.endswith("ValueError: wrong\n") and f'"{path}", line 2' in error
+
+
+def test_signals_are_handed_on_and_the_program_ends_with_who_asked_for_it(server):
+    process = server.start(server.program(SLEEP))
+    process.stdout.readline()
+    process.terminate()
+    out, _ = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, out) == (5, "asked to end\n")
+    process = server.start(server.program(SLEEP))
+    child = int(process.stdout.readline())
+    process.kill()
+    process.communicate(timeout=LIMIT_S)
+    until(lambda: not Path(f"/proc/{child}").exists())
+    assert server.forks()  # the server goes on
+
+
+def test_programs_end_with_the_server_and_later_ones_have_an_interpreter_of_their_own(server):
+    process = server.start(server.program(SLEEP))
+    child = int(process.stdout.readline())
+    server.process.kill()
+    server.process.wait()
+    process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 1
+    until(lambda: not Path(f"/proc/{child}").exists())
+    assert not server.forks()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("OMP_NUM_THREADS", "2"),
+        ("LD_LIBRARY_PATH", "/opt"),
+        ("OMP_NUM_THREADS", None),
+        ("PYTHONHASHSEED", "1"),
+    ],
+)
+def test_a_variable_that_libraries_read_when_they_are_imported_takes_an_interpreter_of_its_own(
+    server, variable, value
+):
+    environment = {name: text for name, text in server.environment.items() if name != variable}
+    if value is not None:
+        environment[variable] = value
+    assert not server.forks(env=environment)
+    assert server.forks(env={**server.environment, "CUDA_VISIBLE_DEVICES": "1", "ANYTHING": "else"})
+
+
+def test_random_numbers_differ_from_process_to_process(server):
+    path = server.program("import random, numpy; print(random.random(), numpy.random.rand())")
+    numbers = [number for _ in range(3) for number in server.run(path)[1].split()]
+    assert len({*numbers}) == 6
+
+
+def test_a_server_with_another_thread_forks_nothing(tmp_path):
+    more = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
+    server = Server(tmp_path, more)
+    try:
+        assert not server.forks()
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+def test_requests_that_are_none_are_closed_and_the_server_goes_on(server):
+    for sent in (b"", b"\0\0\0\4null", struct.pack("!I", 1 << 30)):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asker:
+            asker.connect("\0" + server.environment[spawn.SERVER_VARIABLE])
+            asker.sendall(sent)
+            asker.shutdown(socket.SHUT_WR)
+            asker.settimeout(LIMIT_S)
+            with contextlib.suppress(ConnectionResetError):  # it was closed with a part unread
+                assert asker.recv(100) == b""
+    assert server.forks()
+
+
+def test_what_an_interpreter_understands_and_a_fork_does_not_is_refused():
+    def refusal(*arguments: str) -> str | None:
+        return forkserver.Request(arguments, {}, "/", ()).refusal({})
+
+    assert refusal("-c", "pass") == "arguments ('-c',) are not understood"
+    assert refusal() is not None
+    assert refusal("-m", "worker.driver") is None and refusal("default_worker.py", "--x") is None
+
+
+def test_only_an_environment_that_names_a_server_has_a_forking_interpreter(monkeypatch):
+    monkeypatch.delenv(spawn.SERVER_VARIABLE, raising=False)
+    assert spawn.forking_interpreter() is None
+    monkeypatch.setenv(spawn.SERVER_VARIABLE, "some")
+    words = spawn.forking_interpreter()
+    assert words.split() == [sys.executable, "-S", "-E", spawn.__file__]
