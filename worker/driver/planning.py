@@ -11,6 +11,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -20,7 +21,7 @@ import httpx
 from worker.actor.step_result import PreparedProgram
 from worker.benchmark.plan_request import plan_request
 from worker.contract.failures import AttemptFailure, OutOfMemoryFailure
-from worker.contract.job import Job
+from worker.contract.job import Job, microbatch_counts
 from worker.contract.planned import (
     PlannedJob,
     corrected_activation_factor,
@@ -69,10 +70,8 @@ class Planner:
         request = plan_request(self._job, measurements)
         if self._launch is not None:
             self._launch.end_phase("profile")
-        planned = self._ask(request)
-        self._planned = planned
+        self._planned = planned = self._ask_and_trace(request)
         self.profiles = [measurements.profiles.get(own[planned.microbatches]) for own in measurements.keys]
-        measurements.trace(planned.microbatches)
         self._check_model_signature(planned)
         self._check_batch_sharding(planned)
         self._reporter.event(
@@ -142,6 +141,26 @@ class Planner:
         self._reporter.event(
             "memory_corrected", f"the next plan takes {factor:.3g} times the activations that were profiled"
         )
+
+    def _ask_and_trace(self, request: Mapping[str, Any]) -> PlannedJob:
+        """Have the control plane plan, and the model traced for the plan's number of microbatches: meanwhile, where the job
+        has one number."""
+        counts = microbatch_counts(self._job)
+        if len(counts) > 1:
+            planned = self._ask(request)
+            self._measurements.trace(planned.microbatches)
+            return planned
+        answer: Future[PlannedJob] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(self._ask(request))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=ask, name="slotline-plan", daemon=True).start()
+        self._measurements.trace(counts[0])
+        return answer.result()
 
     def _ask(self, request: Mapping[str, Any]) -> PlannedJob:
         try:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -27,6 +29,7 @@ from worker.contract.planned import (
 )
 from worker.contract.profile import LayerCost, LayerProfile
 from worker.contract.reasons import Cause, Reason
+from worker.driver import planning
 from worker.driver.benchmarks import GangMeasurements
 from worker.driver.control_plane_client import PLAN_TIMEOUT_S, ControlPlane, Refused
 from worker.driver.evaluation import plan_evaluation
@@ -145,6 +148,62 @@ def measurements_of(gang, control, device, keys=(), **changes):
     )
     made.keys = list(keys)
     return made
+
+
+class Traces:
+    """Measurements that are there; `trace` calls `traced`."""
+
+    profiles, keys = {}, ()
+
+    def __init__(self, traced):
+        self.trace = traced
+
+    def prepare(self):
+        pass
+
+
+@pytest.mark.parametrize("microbatches", [3, "auto"])
+def test_the_model_is_traced_while_the_control_plane_plans_where_the_plan_says_nothing_about_it(
+    monkeypatch, microbatches
+):
+    """A plan that waits for the trace and a trace that waits for the plan would wait for ever."""
+    monkeypatch.setattr(planning, "plan_request", lambda job, measurements: {})
+    asked, traced, order = threading.Event(), threading.Event(), []
+    plan = make_plan(pipeline(schedule="1f1b"), budget_s=0.0).model_dump(mode="json")
+
+    def answer(request):
+        asked.set()
+        if microbatches != "auto":
+            assert traced.wait(60)
+        order.append("planned")
+        return {"begins": ["a", "b"], "spec": pipeline().model_dump(mode="json"), "plan": plan}
+
+    def trace(count):
+        assert asked.wait(60)
+        order.append(f"traced for {count}")
+        traced.set()
+
+    job = replace(JOB, training=replace(JOB.training, global_batch=12, microbatches=microbatches))
+    control, reporter = SimpleNamespace(plan=answer), Reporter()
+    planner = Planner(job, Traces(trace), control=control, reporter=reporter)
+    assert planner.plan().microbatches == 3
+    assert order == (["traced for 3", "planned"] if microbatches == 3 else ["planned", "traced for 3"])
+
+
+def test_a_plan_that_was_refused_while_the_model_was_traced_ends_the_attempt(monkeypatch):
+    monkeypatch.setattr(planning, "plan_request", lambda job, measurements: {})
+    refused = Refused(422, "no plan fits")
+
+    def refuse(request):
+        raise refused
+
+    job = replace(JOB, training=replace(JOB.training, global_batch=12, microbatches=3))
+    planner = Planner(
+        job, Traces(lambda count: None), control=SimpleNamespace(plan=refuse), reporter=Reporter()
+    )
+    with pytest.raises(AttemptFailure, match="no plan fits") as failed:
+        planner.plan()
+    assert failed.value.reason is Reason.PLAN_INFEASIBLE
 
 
 @pytest.mark.parametrize(("device", "measured"), [("cpu", [1, 1, 1, 1]), ("cuda", [1, 1, 0, 0])])
