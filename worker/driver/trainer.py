@@ -23,11 +23,11 @@ from worker.actor.saver import SnapshotMemory
 from worker.checkpoint.resumption import ResumeSource
 from worker.checks.replicas import replicated_names, sample_mismatch, shard_mismatch, tensor_mismatch
 from worker.contract.failures import AttemptFailure, OutOfMemoryFailure
+from worker.contract.forkserver.spawn import forking_interpreter
 from worker.contract.job import SKIP_LIMIT_S, Job
 from worker.contract.logs import set_environment
 from worker.contract.planned import MeshProgram, PlannedJob, planned_peak_bytes
 from worker.contract.reasons import Reason
-from worker.contract.spawn import forking_interpreter
 from worker.contract.tasks import CHECK_LIMIT_S, JobCheck, check_job_process
 from worker.contract.versions import installed_versions
 from worker.driver.benchmarks import GangMeasurements

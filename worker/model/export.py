@@ -890,9 +890,8 @@ def _export(
 def _moved_while_exported(model: nn.Module, before: PythonState) -> Iterator[list[MovedState]]:
     """In the body, an export, fill the list with what forward moves; torch puts attributes back where it looks for tensors
     among them, so it is read just before."""
-    from torch.export import (
-        _trace,
-    )  # 2 to 3 s of a processor with the compiler: for the worker that traces alone
+    # with the compiler 2 to 3 s of a processor, which only the worker that traces needs
+    from torch.export import _trace
 
     moved: list[MovedState] = []
     original = _trace._detect_attribute_assignment

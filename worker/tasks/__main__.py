@@ -1,5 +1,4 @@
-"""Runs one task, `python -m worker.tasks check|profile|export|remove|scale|verify|forkserver`; the process exits with its
-status."""
+"""Runs one task, `python -m worker.tasks check|profile|export|remove|scale|verify`; the process exits with its status."""
 
 from __future__ import annotations
 
@@ -13,7 +12,6 @@ TASKS = {
     "remove": "remove",
     "scale": "scale",
     "verify": "verify",
-    "forkserver": "forkserver",
 }
 """The module of each task."""
 

@@ -33,8 +33,8 @@ from service.spec.job import PACKAGE_PREFIX, stored_field
 from service.spec.states import NodeMark, mark_in_force
 from service.store.database import Sessions
 from service.store.files import package_content
+from worker.contract.forkserver.spawn import through_server
 from worker.contract.job import is_placement_group_name, placement_group_name
-from worker.contract.spawn import through_server
 
 logger = logging.getLogger(__name__)
 _RETRY_INTERVAL_S = 0.5
@@ -50,7 +50,7 @@ class DriverSettings:
 
     python: str = "python"
     forks: bool = False
-    """Its nodes have a fork server (worker/tasks/forkserver.py)."""
+    """Its nodes have a fork server (worker/contract/forkserver)."""
     ray_address: str | None = None
     url: str | None = None
     workers_per_gpu: int = 1

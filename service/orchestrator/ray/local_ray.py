@@ -25,7 +25,7 @@ import time
 from service.orchestrator.decisions.attempt_lifecycle import RAY_RESOURCES
 from service.orchestrator.ray.jobs_api import ClusterError, RayCluster
 from service.settings.settings import Settings
-from worker.contract.spawn import SERVER_VARIABLE as FORKSERVER_VARIABLE
+from worker.contract.forkserver.spawn import SERVER_VARIABLE as FORKSERVER_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,8 @@ _SESSION_SOCKET = "ray/session_2026-11-26_17-46-39_050000_1234567/sockets/plasma
 """The longest name that Ray gives to a socket, below its folder for temporary files."""
 _STABLE_AFTER_S = 120.0
 """A Ray that lived for this time did not end because of how it was started."""
+_FORKED_WITH = ("worker.actor.actor", "worker.tasks.check", "torch.export._trace")
+"""What processes are forked with. Not with Ray, which keeps the id of a process's job from when it is imported."""
 _CONTROL_PLANE_VARIABLES = (
     "SLOTLINE_API_TOKEN",
     "SLOTLINE_METRICS_TOKEN",
@@ -257,7 +259,7 @@ def _run_ray_until_stdin_ends(options: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":  # where torch is not installed it ends at once, and interpreters start anew
         subprocess.Popen(
-            [sys.executable, "-m", "worker.tasks", "forkserver"],
+            [sys.executable, "-m", "worker.contract.forkserver", *_FORKED_WITH],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             preexec_fn=_die_with_parent,

@@ -16,19 +16,13 @@ from pathlib import Path
 import pytest
 
 from tests.polling import until
-from worker.contract import spawn
-from worker.tasks import forkserver
+from worker.contract.forkserver import __main__ as forkserver
+from worker.contract.forkserver import spawn
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
 ROOT = Path(__file__).parents[3]
 LIMIT_S = 60.0
-SERVER = """
-import sys
-from worker.tasks import forkserver
-forkserver.PRELOADED = ("numpy", "statistics")
-{more}
-sys.exit(forkserver.main())
-"""
+SERVER = "from worker.contract.forkserver.__main__ import main; main()"
 PRINT_ALL = """
 import json, os, sys
 import statistics
@@ -54,8 +48,8 @@ class Server:
         name = f"slotline-test-{secrets.token_hex(8)}"
         self.environment = {**os.environ, "PYTHONPATH": str(ROOT), spawn.SERVER_VARIABLE: name}
         self.environment["OMP_NUM_THREADS"] = "1"
-        code = SERVER.format(more=more)
-        self.process = subprocess.Popen([sys.executable, "-c", code], env=self.environment)
+        command = [sys.executable, "-c", f"{more}\n{SERVER}", "numpy", "statistics"]
+        self.process = subprocess.Popen(command, env=self.environment)
         until(lambda: name in Path("/proc/net/unix").read_text())
 
     def program(self, text: str) -> str:

@@ -1,5 +1,4 @@
-"""Fork server (`python -m worker.tasks forkserver`): imports what drivers, workers and checks need, and forks one of them
-for each request of worker/contract/spawn.py.
+"""Serves processes: `python -m worker.contract.forkserver MODULES` imports the modules and forks for requests of spawn.py.
 
 It has one thread, no device and no job: what it forks has its modules and nothing else in common with another process.
 A request whose environment differs in what libraries read while they are imported is refused, and so are other users.
@@ -30,12 +29,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from worker.contract.spawn import SERVER_VARIABLE
+from worker.contract.forkserver.spawn import SERVER_VARIABLE
 
 log = logging.getLogger(__name__)
 
-PRELOADED = ("worker.actor.actor", "worker.tasks.check", "torch.export._trace")
-"""Ray is none of them: it keeps what the environment says while it is imported, the id of a process's job among it."""
 READ_AT_IMPORT = (
     *("PYTHON", "LD_", "GLIBC_", "MALLOC_", "TORCH", "PYTORCH_", "NPY_", "CUDA", "NVIDIA_"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "FSSPEC_", "PROMETHEUS_", "TQDM_"),
@@ -50,7 +47,7 @@ _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 @dataclass(frozen=True)
 class Request:
-    """What a process is to run: the arguments of an interpreter, with environment, folder and three open streams."""
+    """The process that is asked for: an interpreter's arguments, its environment and folder, and three open streams."""
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
@@ -265,16 +262,23 @@ def _end(code: int) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """Serve at the abstract socket that SLOTLINE_FORKSERVER names; in a forked process, run its request."""
+    """Serve at the abstract socket that SLOTLINE_FORKSERVER names; in a forked process, run its request.
+
+    The modules of the command line must keep nothing of the environment that differs from process to process: Ray does.
+    """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     own = dict(os.environ)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind("\0" + own[SERVER_VARIABLE])
     listener.listen(1024)
-    for name in PRELOADED:
+    for name in sys.argv[1:]:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # what is shared stays shared
     request = Forkserver(listener, own).serve()
     request.become(own)
     _end(_exit_code(request))
+
+
+if __name__ == "__main__":
+    main()
