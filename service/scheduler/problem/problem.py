@@ -35,6 +35,7 @@ class MemoryArrays:
     spec: PipelineSpec
     inference: bool
     mesh_of_stage: np.ndarray
+    most_bytes: np.ndarray
 
     @cached_property
     def activation(self) -> np.ndarray:
@@ -91,8 +92,9 @@ class MemoryArrays:
 
     @cached_property
     def memory_limit(self) -> np.ndarray:
-        """int[meshes]: bytes for everything, −1 where there is no limit."""
-        return _optional_limits([mesh.memory_bytes for mesh in self.spec.meshes])
+        """int[meshes]: bytes for everything, −1 where there is no limit or one that no timeline reaches."""
+        limit = _optional_limits([mesh.memory_bytes for mesh in self.spec.meshes])
+        return np.where(self.most_bytes <= limit, -1, limit)
 
     @cached_property
     def activation_limit(self) -> np.ndarray:
@@ -258,6 +260,17 @@ class Problem(MemoryArrays):
         else:
             compute[:, WEIGHT] = ~self.fused
         return exists
+
+    @cached_property
+    def most_bytes(self) -> np.ndarray:
+        """int[meshes]: all that a mesh ever holds, as if it held it at once."""
+        most = self.static_bytes.copy()
+        each = self.activation + self.rematerialised + self.whole_stash
+        np.add.at(most, self.mesh_of_stage, each * self.microbatches)
+        travelling = (self.size * self.exists.sum(axis=1))[self.compute_kinds :]
+        for ends in (self.receiver_of_kind, self.sender_of_kind):
+            np.add.at(most, ends[self.compute_kinds :], travelling)
+        return most
 
     @cached_property
     def duration(self) -> np.ndarray:

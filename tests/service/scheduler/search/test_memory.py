@@ -39,6 +39,38 @@ def limited_graph(seed):
     return data
 
 
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_memory_that_no_timeline_reaches_is_no_limit(recomputed):
+    """The plan is that without memory_bytes, to the last slot; with one byte less there is a limit again."""
+    limited = 0
+    for seed in range(12):
+        data = limited_graph(seed)
+        for mesh in data["meshes"]:
+            del mesh["memory_bytes"]
+        for stage in data["stages"]:
+            if recomputed:
+                stage["rematerialised_bytes"] = 3
+        most = build_problem(load_spec(data)).most_bytes.tolist()
+        plans = []
+        for room in (None, 0, 1_000_000):
+            for mesh, held in zip(data["meshes"], most, strict=True):
+                mesh["memory_bytes"] = None if room is None else held + room
+            assert (build_problem(load_spec(data)).memory_limit == -1).all()
+            plan = make_plan(load_spec(data), budget_s=0.1)
+            assert all(mesh.peak_memory_bytes <= held for mesh, held in zip(plan.meshes, most, strict=True))
+            plans.append((plan.makespan_s, plan.slots, plan.programs))
+        assert plans[0] == plans[1] == plans[2], seed
+        for mesh, held in zip(data["meshes"], most, strict=True):
+            mesh["memory_bytes"] = held - 1
+        try:
+            problem = build_problem(load_spec(data))
+        except SpecError:  # one microbatch fills it
+            continue
+        assert problem.memory_limit.tolist() == [held - 1 for held in most]
+        limited += 1
+    assert limited >= 8
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_plan_stays_within_memory_and_near_the_optimum_under_it(part):
