@@ -181,6 +181,27 @@ def test_a_variable_that_libraries_read_when_they_are_imported_takes_an_interpre
     assert server.forks(env={**server.environment, "CUDA_VISIBLE_DEVICES": "1", "ANYTHING": "else"})
 
 
+@pytest.mark.parametrize("name", ["statistics.py", "numpy/__init__.py"])
+@pytest.mark.parametrize("by_path", [False, True])
+def test_a_module_of_the_users_own_that_has_the_name_of_an_imported_one_is_what_is_imported(
+    server, tmp_path, name, by_path
+):
+    code = f"import {name.partition('.')[0].partition('/')[0]} as module; print(module.own)"
+    (server.folder / "mine.py").write_text(code)
+    folder = tmp_path / "elsewhere" if by_path else server.folder
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text("own = 'of the user'")
+    environment = server.environment | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}" if by_path else str(ROOT)}
+    assert server.run("-m", "mine", env=environment) == (0, "of the user\n", "")
+
+
+def test_folders_without_modules_of_those_names_take_no_interpreter(server):
+    (server.folder / "statistics").mkdir()
+    (server.folder / "numpy.txt").write_text("")
+    (server.folder / "mine.py").write_text("")
+    assert server.forks()
+
+
 def test_random_numbers_differ_from_process_to_process(server):
     path = server.program("import random, numpy; print(random.random(), numpy.random.rand())")
     numbers = [number for _ in range(3) for number in server.run(path)[1].split()]

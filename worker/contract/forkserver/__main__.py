@@ -64,6 +64,10 @@ class Request:
             self.arguments[0].startswith("-") and self.arguments[0] not in ("-m", "-u")
         ):
             return f"arguments {self.arguments[:1]} are not understood"
+        own_path = own.get("PYTHONPATH", "").split(os.pathsep)
+        for folder in (self.folder, *self.environment.get("PYTHONPATH", "").split(os.pathsep)):
+            if folder and folder not in own_path and (name := _imported_from_elsewhere(folder)):
+                return f"{folder} has a module {name}, and another one was imported"
         return None
 
     def become(self, own: Mapping[str, str]) -> None:
@@ -228,6 +232,24 @@ def _read_request(asker: socket.socket) -> Request:
         for stream in streams:
             os.close(stream)
         raise ValueError(str(error)) from error
+
+
+def _imported_from_elsewhere(folder: str) -> str | None:
+    """A module of this folder in whose place this process has imported another one of its name; None where there is none."""
+    try:
+        entries = os.listdir(folder)
+    except OSError:
+        return None
+    for entry in entries:
+        name, _, ending = entry.partition(".")
+        module = sys.modules.get(name)
+        path = os.path.join(folder, entry)
+        if module is None or not (ending == "py" or os.path.exists(os.path.join(path, "__init__.py"))):
+            continue
+        file = getattr(module, "__file__", None) or ""
+        if not os.path.realpath(file).startswith(os.path.join(os.path.realpath(folder), "")):
+            return name
+    return None
 
 
 def _forking_is_unsafe() -> str | None:
