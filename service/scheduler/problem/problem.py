@@ -265,7 +265,7 @@ class Problem(MemoryArrays):
     def most_bytes(self) -> np.ndarray:
         """int[meshes]: all that a mesh ever holds, as if it held it at once."""
         most = self.static_bytes.copy()
-        each = self.activation + self.rematerialised + self.whole_stash
+        each = np.maximum(self.activation + self.rematerialised, self.whole_stash)
         np.add.at(most, self.mesh_of_stage, each * self.microbatches)
         travelling = (self.size * self.exists.sum(axis=1))[self.compute_kinds :]
         for ends in (self.receiver_of_kind, self.sender_of_kind):

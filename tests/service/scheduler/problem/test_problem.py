@@ -43,15 +43,24 @@ def test_without_limits_there_is_none():
     assert found.receive_limit.tolist() == [-1, -1]
 
 
+def test_memory_that_is_never_full_is_no_limit():
+    """With two microbatches m0 holds at most 130 always and (5 + 3) twice, m1 10 and 7 twice."""
+    most = problem().most_bytes.tolist()
+    assert most == [130 + 2 * (5 + 3), 10 + 2 * 7]
+    for room, limits in ((0, [-1, -1]), (-1, [145, 23])):
+        found = problem(m0={"memory_bytes": most[0] + room}, m1={"memory_bytes": most[1] + room})
+        assert found.memory_limit.tolist() == limits
+
+
 def test_activations_may_fill_what_memory_leaves_and_no_more_than_their_own_limit():
     found = problem(
-        m0={"memory_bytes": 150, "activation_limit_bytes": 40, "receive_buffer_limit": 3},
-        m1={"memory_bytes": 60, "activation_limit_bytes": 20},
+        m0={"memory_bytes": 140, "activation_limit_bytes": 40, "receive_buffer_limit": 3},
+        m1={"memory_bytes": 20, "activation_limit_bytes": 20},
     )
-    assert found.memory_limit.tolist() == [150, 60] and found.receive_limit.tolist() == [3, -1]
-    assert found.activation_capacity.tolist() == [20, 20]
-    assert found.activation_limit.tolist() == [20, 20]
-    assert problem(m0={"memory_bytes": 150}).activation_capacity.tolist() == [20, -1]
+    assert found.memory_limit.tolist() == [140, 20] and found.receive_limit.tolist() == [3, -1]
+    assert found.activation_capacity.tolist() == [10, 10]
+    assert found.activation_limit.tolist() == [10, 10]
+    assert problem(m0={"memory_bytes": 140}).activation_capacity.tolist() == [10, -1]
     assert problem(m1={"activation_limit_bytes": 20}).activation_capacity.tolist() == [-1, 20]
 
 
