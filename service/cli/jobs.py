@@ -47,8 +47,10 @@ from service.spec.states import JobState
 
 _STATE_COLOURS = {"SUCCEEDED": "green", "FAILED": "red", "RUNNING": "cyan", "CANCELLED": "yellow"}
 _PROGRESS_EVERY_S = 1.0
-_NARROW = 120
+_NARROW = 140
 """Columns of a terminal below which a table of jobs has no room for reasons."""
+_WITH_PROGRESS = 96
+"""Columns from which it has room for percents and the time left."""
 _WHY_WIDTH = 30
 _WHY_LENGTH = 120
 FollowOption = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends")]
@@ -328,13 +330,18 @@ def show_job(job: JobView, url: str, *, as_json: bool) -> None:
 def _job_line(job: JobView) -> str:
     why = ": ".join(part for part in (job.reason, job.message) if part)
     done = job.progress
-    loss = "" if done.loss is None else f", loss {done.loss:.4g}"
+    loss = "" if done.left_s is None else f", {_duration(done.left_s)} left"
+    loss += "" if done.loss is None else f", loss {done.loss:.4g}"
     loss += "".join(f", {name} {value:.4g}" for name, value in done.metrics.items() if value is not None)
     owner = f" of {escape(job.owner)}" if job.owner else ""
     line = (
-        f"{job.id} {job.name}{owner} [{_state_colour(job)}]{job.state}[/] step {done.step}/{done.steps}{loss}"
+        f"{job.id} {job.name}{owner} {state_text(job)} step {done.step}/{done.steps} ({done.percent} %){loss}"
     )
     return f"{line}  {escape(why)}" if why else line
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
 
 
 def state_text(job: JobSummary) -> str:
@@ -348,11 +355,11 @@ def _state_colour(job: JobSummary) -> str:
 
 def jobs_table(jobs: Sequence[JobSummary]) -> RenderableType:
     """One row a job. Narrow terminals fold names and queues, and have the reasons below, whose words stand whole."""
-    narrow = out.width < _NARROW
-    titles = ("job", "name", "queue", "state", "step", "loss")
+    narrow, progress = out.width < _NARROW, out.width >= _WITH_PROGRESS
+    titles = ("job", "name", "queue", "state", "step", *(("done", "left") if progress else ()), "loss")
     table = borderless_table(collapse_padding=True)
     for title in titles:
-        whole = title in ("job", "state", "step", "loss")
+        whole = title in ("job", "state", "step", "done", "left", "loss")
         width = {"name": 14, "queue": 8}.get(title) if narrow else None
         table.add_column(title, overflow="fold", no_wrap=whole, max_width=width)
     reasons = Table.grid(padding=(0, 1, 0, 0))
@@ -369,6 +376,11 @@ def jobs_table(jobs: Sequence[JobSummary]) -> RenderableType:
             job.queue,
             state_text(job),
             f"{done.step}/{done.steps}",
+            *(
+                []
+                if not progress
+                else [f"{done.percent} %", "" if done.left_s is None else _duration(done.left_s)]
+            ),
             "" if done.loss is None else f"{done.loss:.4g}",
             *([] if narrow else [why]),
         )

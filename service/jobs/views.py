@@ -11,6 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.schemas.activity import EvaluationView, EventView, StepView
 from service.schemas.jobs import AttemptView, CheckpointView, JobSummary, JobView, PlacedMeshView, Progress
+from service.spec.states import JobState
 from service.store.attempts import attempts_of, placements_of
 from service.store.database import Database
 from service.store.events import LaunchPhase, launch_phases
@@ -94,6 +95,7 @@ def checkpoint_view(job: Job) -> CheckpointView | None:
 def _summary_fields(job: Job) -> dict[str, Any]:
     columns = JobSummary.model_fields.keys() - {"progress", "labels"}
     per_s = job.step_flops / job.step_s if job.step_flops is not None and job.step_s else None
+    left = job.steps_wanted - (job.step or 0)
     progress = Progress(
         step=job.step or 0,
         steps=job.steps_wanted,
@@ -102,6 +104,7 @@ def _summary_fields(job: Job) -> dict[str, Any]:
         step_s=job.step_s,
         model_flops_per_s=per_s,
         mfu=None if per_s is None or not job.peak_flops_per_s else per_s / job.peak_flops_per_s,
+        left_s=left * job.step_s if job.step_s is not None and job.state == JobState.RUNNING else None,
     )
     return {
         **{name: getattr(job, name) for name in columns},

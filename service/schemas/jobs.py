@@ -9,7 +9,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, computed_field, model_validator
 
 from service.spec.job import Name
 from service.spec.states import AttemptState, JobState
@@ -59,7 +59,7 @@ class AttemptView(BaseModel):
 
 
 class Progress(BaseModel):
-    """Steps done, steps wanted, and the last step's loss, metrics and length."""
+    """Steps done, steps wanted, and the last step's loss, metrics and length; the time that is left, as it trains."""
 
     step: int
     steps: int
@@ -73,6 +73,15 @@ class Progress(BaseModel):
         default=None,
         description="The share of that in what the accelerators could do; null: one is not known",
     )
+    left_s: float | None = Field(
+        default=None,
+        description="Seconds that the steps left take at the last one's length; null: it does not train",
+    )
+
+    @computed_field(description="Steps done of those wanted, whole percents")
+    @property
+    def percent(self) -> int:
+        return min(100, 100 * self.step // self.steps) if self.steps else 0
 
 
 class CheckpointView(BaseModel):

@@ -194,7 +194,9 @@ def _slotline(verb: str, argument: object, url: str) -> str:
 def _reason(job_id: str, url: str) -> str:
     """What `slotline job` says of a job that waits, as soon as it says why."""
     deadline = time.monotonic() + _READY_LIMIT_S
-    while (text := _slotline("job", job_id, url)).endswith("step 0/100") and time.monotonic() < deadline:
+    while (text := _slotline("job", job_id, url)).endswith(
+        "step 0/100 (0 %)"
+    ) and time.monotonic() < deadline:
         time.sleep(0.2)
     _slotline("cancel", job_id, url)
     return text

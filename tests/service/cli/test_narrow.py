@@ -45,7 +45,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> Console:
     return console_of(80, monkeypatch)
 
 
-@pytest.mark.parametrize("columns", [80, 119, 120])
+@pytest.mark.parametrize("columns", [80, 96, 139, 140])
 def test_jobs_breaks_its_reasons_between_words_and_ends_a_long_one_by_an_ellipsis(
     columns: int, monkeypatch: pytest.MonkeyPatch
 ):
@@ -61,6 +61,26 @@ def test_jobs_breaks_its_reasons_between_words_and_ends_a_long_one_by_an_ellipsi
         sum("job-k3j9x2abcd" in line and "CANCELLING" in line and "99000/100000" in line for line in lines)
         == 2
     )
+
+
+@pytest.mark.parametrize(("columns", "shown"), [(80, False), (96, True), (120, True)])
+def test_jobs_says_how_much_is_done_and_how_long_it_takes_where_there_is_room(
+    columns: int, shown: bool, monkeypatch: pytest.MonkeyPatch
+):
+    console = console_of(columns, monkeypatch)
+    training = LONG_JOB.progress.model_copy(update={"left_s": 3671.4})
+    console.print(jobs.jobs_table([LONG_JOB.model_copy(update={"progress": training}), LONG_JOB]))
+    text = console.file.getvalue()
+    assert (text.count("99 %"), text.count("1:01:11")) == ((2, 1) if shown else (0, 0))
+    assert max(map(len, text.splitlines())) <= columns
+
+
+@pytest.mark.parametrize(
+    ("step", "steps", "percent"), [(0, 7, 0), (6, 7, 85), (7, 7, 100), (999, 1000, 99), (0, 0, 0)]
+)
+def test_percents_are_whole_and_a_hundred_at_the_end_alone(step: int, steps: int, percent: int):
+    progress = Progress(step=step, steps=steps, loss=None, step_s=None)
+    assert progress.percent == percent == Progress.model_validate(progress.model_dump()).percent
 
 
 def test_jobs_that_have_no_reason_take_no_room_for_one_at_80_columns(narrow: Console):

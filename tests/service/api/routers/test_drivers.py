@@ -95,6 +95,8 @@ async def test_reports_show_in_the_job_its_steps_and_events(api: Api):
         "step_s": 0.2,
         "model_flops_per_s": None,
         "mfu": None,
+        "percent": 20,
+        "left_s": pytest.approx(8 * 0.2),
     }
     assert job["attempts"][0]["metrics_endpoint"] == "127.0.0.1:9000"
     steps = (await api.client.get(f"/api/v1/jobs/{job_id}/steps")).json()

@@ -35,8 +35,8 @@ async def test_a_job_is_submitted_and_read(api: Api):
     assert response.headers["location"] == f"/api/v1/jobs/{created['id']}"
     job = await api.job(created["id"])
     assert JobSpec.model_validate(job["spec"]) == JobSpec.model_validate(job_body(priority=3))
-    nothing = dict.fromkeys(("loss", "step_s", "model_flops_per_s", "mfu"))
-    assert job["progress"] == {"step": 0, "steps": 10, "metrics": {}, **nothing}
+    nothing = dict.fromkeys(("loss", "step_s", "model_flops_per_s", "mfu", "left_s"))
+    assert job["progress"] == {"step": 0, "steps": 10, "percent": 0, "metrics": {}, **nothing}
     assert job["created_at"].endswith("Z")
 
 
