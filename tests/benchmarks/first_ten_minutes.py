@@ -68,7 +68,7 @@ SCENES = (
             f"slotline job {JOB}",
             f"slotline events {JOB}",
             f"slotline why {JOB}",
-            f"slotline timeline {JOB} --step 10 -o step.trace.json",
+            f"slotline timeline {JOB} -o step.trace.json",
         ),
     ),
 )
