@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import secrets
+import signal
 import socket
 import struct
 import subprocess
@@ -108,8 +109,8 @@ def test_a_program_is_given_what_an_interpreter_gives_it(server):
 
 def test_a_module_is_run_as_an_interpreter_runs_it(server):
     (server.folder / "mine.py").write_text(PRINT_ALL)
-    forked, plain = (server.run("-m", "mine", "x", forks=forks) for forks in (True, False))
-    assert forked == plain and json.loads(forked[1])[0] == ["x"]
+    forked, plain = (server.run("-u", "-m", "mine", "x", "-u", forks=forks) for forks in (True, False))
+    assert forked == plain and json.loads(forked[1])[0] == ["x", "-u"]
 
 
 @pytest.mark.parametrize(
@@ -148,6 +149,24 @@ def test_signals_are_handed_on_and_the_program_ends_with_who_asked_for_it(server
     process.communicate(timeout=LIMIT_S)
     until(lambda: not Path(f"/proc/{child}").exists())
     assert server.forks()  # the server goes on
+
+
+def test_a_program_that_ends_together_with_who_asked_for_it_ends_no_other(server):
+    """The server, which waits for a request meanwhile, finds both ends at once."""
+    other = server.start(server.program(SLEEP))
+    assert other.stdout.readline()
+    process = server.start(server.program(SLEEP))
+    child = int(process.stdout.readline())
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asker:
+        asker.connect("\0" + server.environment[spawn.SERVER_VARIABLE])
+        socket.send_fds(asker, [struct.pack("!I", 10)], [0, 1, 2])  # ten bytes follow, which never come
+        os.kill(child, signal.SIGKILL)
+        until(lambda: Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
+        process.kill()
+        process.communicate(timeout=LIMIT_S)
+    assert server.forks()
+    other.terminate()
+    assert (*other.communicate(timeout=LIMIT_S), other.returncode) == ("asked to end\n", "", 5)
 
 
 def test_programs_end_with_the_server_and_later_ones_have_an_interpreter_of_their_own(server):
@@ -233,7 +252,8 @@ def test_what_an_interpreter_understands_and_a_fork_does_not_is_refused():
     def refusal(*arguments: str) -> str | None:
         return forkserver.Request(arguments, {}, "/", ()).refusal({})
 
-    assert refusal("-c", "pass") == "arguments ('-c',) are not understood"
+    assert refusal("-c", "pass") == "arguments ('-c', 'pass') are not understood"
+    assert refusal("-u", "-c", "pass") is not None and refusal("-u") is not None
     assert refusal() is not None
     assert refusal("-m", "worker.driver") is None and refusal("default_worker.py", "--x") is None
 

@@ -60,10 +60,9 @@ class Request:
             read = name.startswith(READ_AT_IMPORT) and name not in _READ_LATER
             if read and own.get(name) != self.environment.get(name):
                 return f"{name} is read when libraries are imported"
-        if not self.arguments or (
-            self.arguments[0].startswith("-") and self.arguments[0] not in ("-m", "-u")
-        ):
-            return f"arguments {self.arguments[:1]} are not understood"
+        program = self._program
+        if not program or (program[0].startswith("-") and program[0] != "-m") or program == ("-m",):
+            return f"arguments {self.arguments[:2]} are not understood"
         own_path = own.get("PYTHONPATH", "").split(os.pathsep)
         for folder in (self.folder, *self.environment.get("PYTHONPATH", "").split(os.pathsep)):
             if folder and folder not in own_path and (name := _imported_from_elsewhere(folder)):
@@ -95,15 +94,20 @@ class Request:
 
     def run(self) -> None:
         """Run the arguments as the interpreter's main program."""
-        arguments = [argument for argument in self.arguments if argument != "-u"]
-        if arguments[0] == "-m":
-            sys.argv = arguments[1:]
+        program = self._program
+        if program[0] == "-m":
+            sys.argv = [*program[1:]]
             sys.path.insert(0, os.getcwd())
-            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+            runpy.run_module(program[1], run_name="__main__", alter_sys=True)
         else:
-            sys.argv = arguments
-            sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
-            runpy.run_path(arguments[0], run_name="__main__")
+            sys.argv = [*program]
+            sys.path.insert(0, os.path.dirname(os.path.abspath(program[0])))
+            runpy.run_path(program[0], run_name="__main__")
+
+    @property
+    def _program(self) -> tuple[str, ...]:
+        """The arguments without a -u before them: lines are written as they come in any case."""
+        return self.arguments[1:] if self.arguments[:1] == ("-u",) else self.arguments
 
 
 @dataclass
@@ -140,12 +144,14 @@ class Forkserver:
                             end.close()
                         selector.close()
                         return request
-                else:  # whoever asked is gone
-                    self._askers.pop(key.data, None)
+                elif (
+                    self._askers.pop(key.data, None) is not None
+                ):  # who asked is gone, and the process had not ended
                     selector.unregister(key.fileobj)
                     key.fileobj.close()
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(key.data, signal.SIGKILL)
+                    for kill in (os.killpg, os.kill):  # it may not have begun its group yet
+                        with contextlib.suppress(ProcessLookupError):
+                            kill(key.data, signal.SIGKILL)
 
     def _answer(self, selector: selectors.BaseSelector) -> Request | None:
         """Take one request; the request itself in the process that was forked for it, None here."""
@@ -166,7 +172,12 @@ class Forkserver:
             self._close(request, asker)
             return None
         server = os.getpid()
-        process = os.fork()
+        try:
+            process = os.fork()
+        except OSError as error:
+            log.warning("%s: %s; a new interpreter may run it", " ".join(request.arguments[:3]), error)
+            self._close(request, asker)
+            return None
         if process == 0:
             ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
             if os.getppid() != server:
@@ -228,7 +239,7 @@ def _read_request(asker: socket.socket) -> Request:
             body += piece
         read: dict[str, Any] = json.loads(body)
         return Request(tuple(read["arguments"]), read["environment"], read["folder"], tuple(streams))
-    except (struct.error, ValueError, KeyError, TypeError) as error:
+    except (struct.error, ValueError, KeyError, TypeError, OSError) as error:
         for stream in streams:
             os.close(stream)
         raise ValueError(str(error)) from error
