@@ -3,15 +3,19 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || echo python3
 VENV := .venv
 OTHER_RAY ?= 2.59.0
 BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
 DEMO_READY := $(VENV)/.demo-ready
 READY := $(VENV)/.ready
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+COMPILE_KERNELS = $(BIN)/python -c "from service.scheduler.planner import compile_kernels; compile_kernels()"
 SYSTEM_PACKAGES := chromium prometheus postgresql iproute2
 PYTEST_ARGS ?=
+# Processes of tests: one of them often waits for Ray.
+LANES ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 
 # Tests of one file run in one process, all that start Ray in one (tests/conftest.py); the marks are told in tests/README.md.
 # The few that fail are tried once more at the end, alone (tests/second_try.py).
-PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder --second-try
+PYTEST = $(BIN)/python -m pytest -n $(LANES) --dist loadgroup --no-loadscope-reorder --second-try
 BY_NIGHT := slow or matrix or postgres
 
 unexport PYTHONDONTWRITEBYTECODE
@@ -48,19 +52,23 @@ help:
 
 setup: $(READY)
 
-# What runs Slotline, without the tools of developers. Of its modules those are compiled that are imported, beside the kernels.
-$(DEMO_READY): pyproject.toml constraints.txt
+# What runs Slotline, without the tools of developers.
+$(INSTALLED): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found: install Python 3.11 or 3.12, or name one with PYTHON=..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing Slotline and what it needs into $(VENV) (a minute or two the first time)"
 	@$(PIP_INSTALL) --no-compile --editable '.[demo]'
-	@$(BIN)/python -c "from service.scheduler.planner import compile_kernels; compile_kernels()" & \
-	$(BIN)/python -c "import ray, service.control_plane, worker.tasks.verify" && wait $$!
 	@touch $@
 
-$(READY): $(DEMO_READY)
+# Of its modules those are compiled that are imported, beside the kernels.
+$(DEMO_READY): $(INSTALLED)
+	@$(COMPILE_KERNELS) & $(BIN)/python -c "import ray, service.control_plane, worker.tasks.verify" && wait $$!
+	@touch $@
+
+# The other core compiles kernels meanwhile.
+$(READY): $(INSTALLED)
 	@echo "installing the tools of developers into $(VENV)"
-	@$(PIP_INSTALL) --no-compile --editable '.[dev]'
+	@$(COMPILE_KERNELS) & $(PIP_INSTALL) --no-compile --editable '.[dev]' && wait $$!
 	@touch $@
 
 demo: $(DEMO_READY)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import functools
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from fastapi import Depends, FastAPI
+from fastapi import APIRouter, Depends, FastAPI
 from fastapi.openapi.utils import get_openapi
+from starlette.routing import BaseRoute
 
 from service.api import auth, errors
 from service.api.errors import PROBLEM_MEDIA_TYPE
@@ -57,9 +59,9 @@ def create_app(settings: Settings, serving: Callable[[], AbstractAsyncContextMan
         docs_url=None,  # FastAPI's own loads its scripts from elsewhere
         redoc_url=None,
     )
+    app.router.routes.extend(_routes())
     _add_middleware(app, settings)
     errors.install_error_handlers(app)
-    _include_routers(app)
     _install_openapi(app, authenticates=settings.authenticates)
     return app
 
@@ -82,15 +84,21 @@ def _add_middleware(app: FastAPI, settings: Settings) -> None:
     app.add_middleware(RequestTiming)  # the outermost: what comes after it counts
 
 
-def _include_routers(app: FastAPI) -> None:
-    """Routes of users first, for which a token is asked; then routes that ask for another token or none."""
+@functools.cache
+def _routes() -> Sequence[BaseRoute]:
+    """Routes of users first, for which a token is asked; then routes that ask for another token or none.
+
+    Applications of one process share them: to analyse their signatures takes longer than most requests.
+    """
+    every = APIRouter()
     for router in USER_ROUTERS:
-        app.include_router(
+        every.include_router(
             router, dependencies=[Depends(auth.require_user)], responses=errors.responses(401, 403)
         )
-    app.include_router(pages.router, dependencies=[Depends(auth.require_user)])
+    every.include_router(pages.router, dependencies=[Depends(auth.require_user)])
     for router in OTHER_ROUTERS:
-        app.include_router(router)
+        every.include_router(router)
+    return every.routes
 
 
 def _install_openapi(app: FastAPI, *, authenticates: bool) -> None:

@@ -192,7 +192,7 @@ def test_a_job_whose_worker_is_killed_goes_on_from_its_checkpoint_and_learns_the
     server, ray_head, tmp_path
 ):
     spec = job_spec("gpt-wounded", retry={"infrastructure": 1}, resources=TWO)
-    spec["training"] |= {"steps": 150}
+    spec["training"] |= {"steps": 90}
     spec["optimizer"]["args"]["lr"] = 1e-4  # no chaos: both loops stay together
     spec["checkpoint"] = {"uri": str(tmp_path), "every_steps": 5, "keep": 2}
     job_id = server.submit(spec)
@@ -202,7 +202,7 @@ def test_a_job_whose_worker_is_killed_goes_on_from_its_checkpoint_and_learns_the
     assert job["state"] == "SUCCEEDED", job
     assert [attempt["reason"] for attempt in job["attempts"]] == ["WORKER_LOST", None]
     steps = server.steps(job_id)
-    assert [step["step"] for step in steps] == list(range(1, 151))
+    assert [step["step"] for step in steps] == list(range(1, 91))
     assert [step["loss"] for step in steps] == pytest.approx(plain_losses(spec), rel=1e-4)
     ray_head.assert_nothing_held()
 

@@ -77,7 +77,8 @@ def _profiled_once(
     profile: Callable[..., Any], known: dict, worker: Worker, microbatches: int | None = None
 ) -> Any:
     worker._set_microbatches(microbatches)
-    key = _key(worker._job, worker._batches.sample[0]), worker._job.tp_size(worker._mesh)
+    job = worker._job
+    key = _key(job, worker._batches.sample[0]), job.tp_size(worker._mesh), repr(job.resources.tensor_plan)
     if key not in known:
         known[key] = profile(worker, microbatches)
     return known[key]

@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 
 from worker.contract.forkserver.spawn import SERVER_VARIABLE
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("worker.contract.forkserver")
 
 READ_AT_IMPORT = (
     *("PYTHON", "LD_", "GLIBC_", "MALLOC_", "TORCH", "PYTORCH_", "NPY_", "CUDA", "NVIDIA_"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -24,11 +26,15 @@ NUMBER = {"minimum": 0, "exclusiveMaximum": 2**31}
 PAIR = {"pattern": r"^\d{1,9}:\d{1,9}$"}
 
 
+@functools.cache
+def description() -> dict[str, Any]:
+    return control_plane_app(Settings(), FakeCluster()).openapi()
+
+
 def limits_of(path: str) -> dict[str, dict]:
     """By argument of a route in the description: its default and what bounds it."""
-    app = control_plane_app(Settings(), FakeCluster())
     found = {}
-    for parameter in app.openapi()["paths"][f"/api/v1/jobs/{{job_id}}/{path}"]["get"]["parameters"]:
+    for parameter in description()["paths"][f"/api/v1/jobs/{{job_id}}/{path}"]["get"]["parameters"]:
         schema = parameter["schema"]
         known = {**schema, **next((s for s in schema.get("anyOf", []) if s.get("type") != "null"), {})}
         names = ("default", "minimum", "maximum", "exclusiveMaximum", "pattern", "enum")
@@ -74,8 +80,7 @@ def test_arguments_are_bounded_as_the_description_says(path: str, limits: dict):
     by_day=2,
 )
 def test_the_description_says_what_else_is_answered(path: str, also: set[str]):
-    app = control_plane_app(Settings(), FakeCluster())
-    described = app.openapi()["paths"][f"/api/v1/jobs/{{job_id}}/{path}"]["get"]
+    described = description()["paths"][f"/api/v1/jobs/{{job_id}}/{path}"]["get"]
     assert set(described["responses"]) == {"200", "401", "403", "404", "422"} | also
     assert described["tags"] == ["jobs"]
 

@@ -43,7 +43,7 @@ def limited_graph(seed):
 def test_memory_that_no_timeline_reaches_is_no_limit(recomputed):
     """The plan is that without memory_bytes, to the last slot; with one byte less there is a limit again."""
     limited = 0
-    for seed in range(12):
+    for seed in range(5):
         data = limited_graph(seed)
         for mesh in data["meshes"]:
             del mesh["memory_bytes"]
@@ -56,7 +56,7 @@ def test_memory_that_no_timeline_reaches_is_no_limit(recomputed):
             for mesh, held in zip(data["meshes"], most, strict=True):
                 mesh["memory_bytes"] = None if room is None else held + room
             assert (build_problem(load_spec(data)).memory_limit == -1).all()
-            plan = make_plan(load_spec(data), budget_s=0.1)
+            plan = make_plan(load_spec(data), budget_s=0.03)
             assert all(mesh.peak_memory_bytes <= held for mesh, held in zip(plan.meshes, most, strict=True))
             plans.append((plan.makespan_s, plan.slots, plan.programs))
         assert plans[0] == plans[1] == plans[2], seed
@@ -68,7 +68,7 @@ def test_memory_that_no_timeline_reaches_is_no_limit(recomputed):
             continue
         assert problem.memory_limit.tolist() == [held - 1 for held in most]
         limited += 1
-    assert limited >= 8
+    assert limited >= 4
 
 
 @pytest.mark.slow
