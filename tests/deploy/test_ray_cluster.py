@@ -28,6 +28,7 @@ from tests.deploy.rendering import (
     of_kind,
     variables,
 )
+from tests.tiers import some_by_day
 
 
 @pytest.fixture(scope="module")
@@ -513,7 +514,7 @@ def test_placing_is_by_values(chart: Chart):
     assert cluster["workerGroupSpecs"][0]["numOfHosts"] == 2
 
 
-@pytest.mark.parametrize("length", [3, 44, 45, 46, 50, 53])
+@some_by_day("length", [53, 3, 45, 44, 46, 50], by_day=3)
 def test_no_name_is_too_long_for_kuberay(chart: Chart, length: int):
     """Helm takes release names of 53 characters; KubeRay shortens what it makes of more than 50 on its own."""
     name = "r" * length

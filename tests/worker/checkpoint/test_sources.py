@@ -61,7 +61,7 @@ def names_read(monkeypatch):
         yield names
 
 
-@some_by_day("form", FORMS, by_day=2)
+@some_by_day("form", FORMS, by_day=1)
 def test_stages_of_another_worker_read_what_they_hold_and_nothing_else(form, tmp_path, monkeypatch):
     saved, model = gpt(1), gpt(2)
     path = written(tmp_path, form, saved.state_dict())

@@ -68,7 +68,7 @@ def built_by_each(monkeypatch):
     monkeypatch.setattr(model_host, "serialize_models", refuse)
 
 
-@pytest.mark.parametrize("shape", [{"stages": 3, "meshes": 3}, {"workers_per_mesh": 2}])
+@some_by_day("shape", [{"stages": 3, "meshes": 3}, {"workers_per_mesh": 2}], by_day=1)
 def test_values_from_nowhere_are_drawn_once_for_all(shape):
     """One worker builds the model: what it draws is what all have, whatever it draws from."""
     model = {"factory": "odd_jobs:gpt_from_entropy", "args": GPT}

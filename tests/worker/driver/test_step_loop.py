@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.polling import until
+from tests.tiers import some_by_day
 from tests.worker.actor.test_actor import job
 from tests.worker.driver.fake_gang import FakeGang
 from tests.worker.workers import Workers
@@ -197,7 +198,7 @@ class PaddedLate(ByteWindows):
         return tokens, target
 
 
-@pytest.mark.parametrize(("reduction", "told"), [("mean", 1), ("microbatches", 0)])
+@some_by_day(("reduction", "told"), [("mean", 1), ("microbatches", 0)], by_day=1)
 def test_targets_that_are_unequal_behind_what_was_tried_are_told_once_where_microbatches_weigh_alike(
     reduction, told
 ):

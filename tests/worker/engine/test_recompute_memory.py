@@ -182,7 +182,7 @@ def test_what_is_planned_is_what_is_kept_with_and_without_recomputing(name, sche
         assert sum(found["all"][number].values()) < 0.75 * sum(found["none"][number].values())
 
 
-@pytest.mark.parametrize("recompute", ["none", "all", ["s1", "s2"]])
+@some_by_day("recompute", ["none", "all", ["s1", "s2"]], by_day=2)
 @some_by_day(
     ("schedule", "mesh_of_stage"),
     [

@@ -53,7 +53,7 @@ def initial(graph):
 
 
 @pytest.mark.parametrize("schedule", ONE_EACH)
-@pytest.mark.parametrize("graph", GRAPHS)
+@some_by_day("graph", GRAPHS, by_day=2)
 def test_every_schedule_with_one_stage_a_mesh(graph, schedule):
     graph = GRAPHS[graph]()
     mesh_of_stage = [f"m{s}" for s in range(len(graph.stages))]
@@ -72,7 +72,7 @@ def test_every_schedule_with_one_stage_a_mesh(graph, schedule):
         ("zb-v", ["m0", "m1", "m1", "m0"], None),
     ],
 )
-@pytest.mark.parametrize("graph", ["chain", "skips", "branches"])
+@some_by_day("graph", ["skips", "chain", "branches"], by_day=2)
 def test_every_placement_with_several_stages_a_mesh(graph, schedule, mesh_of_stage, split):
     graph = GRAPHS[graph]()
     _, programs = planned(graph, mesh_of_stage, MICROBATCHES, schedule, split_backward=split)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.tiers import some_by_day
 from tests.worker.engine.engine_support import (
     SHAPE,
     WIDTH,
@@ -74,7 +75,7 @@ def assert_equal_to_the_bit(one, other):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("graph", [lambda: chain(4), skips, tied_chain], ids=["chain", "skips", "tied"])
+@some_by_day("graph", [skips, lambda: chain(4), tied_chain], by_day=1, ids=["skips", "chain", "tied"])
 def test_another_order_of_slots_gives_the_run_without_a_swap_to_the_bit(graph, workers):
     graph = graph()
     meshes = [f"m{s}" for s in range(len(graph.stages))]

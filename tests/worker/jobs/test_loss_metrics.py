@@ -42,7 +42,7 @@ def first_step(spec, data, microbatches):
 
 
 @some_by_day("layout", [{}, {"workers_per_mesh": 2}, {"stages": 1, "meshes": 1}], ids=str, by_day=1)
-@pytest.mark.parametrize("recompute", ["none", "all"])
+@some_by_day("recompute", ["all", "none"], by_day=1)
 def test_metrics_are_the_means_over_microbatches_and_workers(layout, recompute):
     spec = job(**layout, loss={"factory": f"{__name__}:with_metrics"})
     spec["pipeline"]["recompute"] = recompute

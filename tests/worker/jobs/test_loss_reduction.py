@@ -96,7 +96,7 @@ def whole_batch_losses(
 
 
 @some_by_day("layout", [{}, {"workers_per_mesh": 2}, {"stages": 1, "meshes": 1}], by_day=1, ids=str)
-@pytest.mark.parametrize("recompute", ["none", "all"])
+@some_by_day("recompute", ["all", "none"], by_day=1)
 def test_microbatches_of_unequal_tokens_train_as_the_whole_batch(layout, recompute):
     spec = spec_of(**layout)
     spec["pipeline"]["recompute"] = recompute

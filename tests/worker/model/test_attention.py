@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from tests.benchmarks.models.catalogue import ENTRIES
 from tests.missing import needs_libraries
+from tests.tiers import some_by_day
 from tests.worker.model.running import gradients, plain_step, step
 from worker.benchmark.layer_costs import measure_layers
 from worker.checks.trace import check_trace
@@ -298,7 +299,7 @@ def test_heads_that_are_repeated_otherwise_or_under_a_mask_stay(kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["bool", "the least number", "minus infinity"])
+@some_by_day("kind", ["bool", "the least number", "minus infinity"], by_day=1)
 def test_under_autocast_the_results_are_those_of_the_model(dtype, kind):
     model = Model(CAUSAL[kind], groups=2, repeat=by_view)
     traced = trace(model, (rows(),), autocast=dtype)

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from service.spec.job import JobSpec
 from tests.polling import until
+from tests.tiers import some_by_day
 from tests.worker.model import opaque_models
 from tests.worker.model.opaque_models import CLASSES, KINDS, WIDTH, Branch, build
 from tests.worker.model.running import buffers, gradients, step
@@ -39,7 +40,7 @@ def made(kind, layers=2):
     return build(kind, layers), torch.randn(4, WIDTH)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@some_by_day("kind", KINDS, by_day=5)
 def test_a_module_that_cannot_be_traced_is_one_node_and_equals_itself(kind):
     model, x = made(kind)
     traced = trace(model, (x,))
@@ -51,7 +52,7 @@ def test_a_module_that_cannot_be_traced_is_one_node_and_equals_itself(kind):
     assert "runs as it is, eagerly" in notes[0]
 
 
-@pytest.mark.parametrize("kind", DETERMINISTIC)
+@some_by_day("kind", DETERMINISTIC, by_day=4)
 def test_its_stages_have_the_gradients_and_buffers_of_the_model(kind):
     model, x = made(kind)
     plain = copy.deepcopy(model)
@@ -298,13 +299,14 @@ def profile_when_checked(measurements, microbatches):
     return LayerProfile.from_json(measurements._first.profile(microbatches))
 
 
-@pytest.mark.parametrize(
+@some_by_day(
     ("kind", "module", "function"),
     [
         ("gradient reversal", "GradientReversal", "_Reversed"),
         ("in place", "InPlace", "_DoubledExp"),
         ("made in forward", "MadeInForward", "Reversed"),
     ],
+    by_day=1,
 )
 def test_a_job_whose_gradients_the_trace_would_lose_is_traced_anew_and_is_its_plain_loop(
     kind, module, function, monkeypatch

@@ -163,7 +163,7 @@ def test_ten_steps_of_a_unet_on_real_images_equal_the_plain_loop(schedule):
 
 
 @some_by_day(("stages", "meshes", "schedule"), [(3, 3, "zb-h1"), (2, 1, "auto")], by_day=1)
-@some_by_day("name", [name for name in ODD_MODELS if "dropout" not in name], by_day=6)
+@some_by_day("name", [name for name in ODD_MODELS if "dropout" not in name], by_day=4)
 def test_odd_models_train_as_in_the_plain_loop(name, stages, meshes, schedule):
     model, inputs = make(name)
     size = copy.deepcopy(model)(*inputs).shape
@@ -197,7 +197,7 @@ def test_odd_models_train_as_in_the_plain_loop(name, stages, meshes, schedule):
         torch.testing.assert_close(state[key], value, rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["tied embedding", "batch norm", "constants", "two branches"])
+@some_by_day("name", ["tied embedding", "constants", "batch norm", "two branches"], by_day=2)
 def test_a_run_goes_on_from_a_checkpoint_with_fewer_meshes(name, tmp_path):
     """Three steps on three meshes, a checkpoint, three more on two: as six of the plain loop."""
     model, inputs = make(name)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from tests.tiers import some_by_day
 from tests.worker.cuts import cut_evenly
 from tests.worker.model.odd_models import ODD_MODELS, make
 from tests.worker.model.running import buffers, gradients, step
@@ -19,7 +20,7 @@ def fill_all(traced, shipped):
     load_values(shipped, parameter_values(traced, [*traced.placed.parameters.values()]))
 
 
-@pytest.mark.parametrize("name", ODD_MODELS)
+@some_by_day("name", ODD_MODELS, by_day=10)
 def test_every_model_comes_out_as_it_was(name):
     model, inputs = make(name)
     traced = trace(model, inputs)

@@ -399,7 +399,7 @@ DEFECTS = [
 ]
 
 
-@some_by_day("defect", DEFECTS, by_day=3, ids=lambda defect: defect.__name__)
+@some_by_day("defect", DEFECTS, by_day=2, ids=lambda defect: defect.__name__)
 def test_a_planted_defect_is_found_with_what_differs_first_and_where(defect, monkeypatch):
     with monkeypatch.context() as patch:
         spec, message = defect(patch)

@@ -18,6 +18,7 @@ from service.store.attempts import find_attempt
 from tests.polling import until_async
 from tests.service.api.conftest import Api
 from tests.service.api.routers.test_jobs import problem
+from tests.tiers import some_by_day
 
 SSE = {"Accept": "text/event-stream"}
 LIMIT_S = 30.0
@@ -139,7 +140,7 @@ async def test_a_log_longer_than_one_look_is_sent_whole(api: Api, monkeypatch: p
     assert end["event"] == "end"
 
 
-@pytest.mark.parametrize("last", [0, 3, 5, 6, 9, 10])
+@some_by_day("last", [0, 3, 5, 6, 9, 10], by_day=3)
 async def test_a_log_whose_beginning_was_cut_off_goes_on_after_the_last_line_seen(api: Api, last: int):
     job_id = await api.started()
     path = f"/api/v1/jobs/{job_id}/logs"

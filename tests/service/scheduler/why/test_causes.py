@@ -14,6 +14,7 @@ from service.scheduler.why.explain import explain
 from service.scheduler.why.measured import CauseKind, ChangeKind, Explanation, duration_text
 from tests.service.scheduler.specs import chain, measured
 from tests.service.scheduler.why.simulation import RanSlot, World, makespan, planned_step, run
+from tests.tiers import some_by_day
 
 NOISE = 0.06
 MODELS = {
@@ -42,7 +43,7 @@ def why(model: str, world: World, **given: float) -> Explanation:
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("seed", range(4))
+@some_by_day("seed", range(4), by_day=2)
 @pytest.mark.parametrize("noise", [0.0, 0.03, 0.1])
 def test_a_healthy_step_is_near_its_plan_and_nothing_is_to_blame(model: str, seed: int, noise: float):
     _, plan = planned(model)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.tiers import some_by_day
 from tests.worker.engine.engine_support import (
     LocalPipeline,
     Plain,
@@ -104,7 +105,7 @@ def assert_same(found, expected, **tolerance):
 EXACT = {"rtol": 0.0, "atol": 0.0}
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@some_by_day("name", OPTIMIZERS, by_day=3)
 def test_two_workers_that_share_an_optimizer_train_to_the_bit_as_two_that_do_not(name):
     """Tied parameters and buckets; every mesh shares, or only one of them."""
     graph, optimizer = tied_chain(), OPTIMIZERS[name]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.tiers import some_by_day
 from tests.worker.parallel.tensor.beside_one import TOKENS, check_equal, mean_square, whole_stage
 from worker.examples import gpt, unet
 from worker.parallel.tensor.graph_collectives import TensorGroup
@@ -14,7 +15,7 @@ from worker.parallel.tensor.plans import check_tensor_plan
 from worker.parallel.tensor.tensor_stage import tensor_stage
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@some_by_day("workers", [2, 4], by_day=1)
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_built_in_gpt(workers, tied):
     torch.manual_seed(0)
