@@ -112,7 +112,7 @@ def _spec_of(name: str) -> dict[str, Any]:
     from tests.benchmarks.models.catalogue import ENTRIES
 
     if name in _OWN:
-        spec = {"optimizer": _ADAMW, "pipeline": {"stages": 2}, "resources": {"meshes": 2}, **_OWN[name]}
+        spec = {"optimizer": _ADAMW, "pipeline": {"stages": 2}, **_OWN[name]}
     else:
         spec = ENTRIES[name].job(stages=2, meshes=2, steps=10) | {"optimizer": _ADAMW}
     return {"name": "checks", **spec, "resources": {"meshes": 2, "device": "cpu"}}

@@ -117,6 +117,7 @@ REPORTS = (
         "a folder of code that is too large, with a venv in it",
         "left out, refused with the largest files",
         (
+            "service/client/test_code_folder.py::test_caches_and_virtual_environments_by_any_name_stay_out",
             "service/client/test_code_folder.py::test_what_git_ignores_stays_out",
             "service/client/test_code_folder.py::test_a_folder_that_is_too_large_names_its_largest_files_and_the_way_out",
         ),

@@ -128,7 +128,7 @@ PLACED = {
 }
 
 
-@examples(40, 3)
+@examples(60, 3)
 @given(data=st.data(), name=st.sampled_from(sorted(PLACED)))
 def test_a_named_schedule_on_a_placement_that_fits_it_is_feasible(data, name):
     spec = data.draw(random_specs(limits=False, placement=PLACED[name]))

@@ -13,6 +13,7 @@ from tests.service.scheduler.checker import check_plan, run_programs
 from tests.service.scheduler.search.test_bounds import random_graph
 from tests.service.scheduler.solver import optimum
 from tests.service.scheduler.specs import chain, measured
+from tests.tiers import some_by_day
 
 GRAPHS, PARTS = 64, 4
 
@@ -39,11 +40,12 @@ def limited_graph(seed):
     return data
 
 
+@some_by_day(("seeds", "least_limited"), [(range(5), 4), (range(5, 12), 4)], by_day=1, ids=str)
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_memory_that_no_timeline_reaches_is_no_limit(recomputed):
+def test_memory_that_no_timeline_reaches_is_no_limit(recomputed, seeds, least_limited):
     """The plan is that without memory_bytes, to the last slot; with one byte less there is a limit again."""
     limited = 0
-    for seed in range(5):
+    for seed in seeds:
         data = limited_graph(seed)
         for mesh in data["meshes"]:
             del mesh["memory_bytes"]
@@ -68,7 +70,7 @@ def test_memory_that_no_timeline_reaches_is_no_limit(recomputed):
             continue
         assert problem.memory_limit.tolist() == [held - 1 for held in most]
         limited += 1
-    assert limited >= 4
+    assert limited >= least_limited
 
 
 @pytest.mark.slow
