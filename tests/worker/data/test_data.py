@@ -9,10 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sklearn.datasets import load_digits
 
 from worker.data.sampler import BatchSampler, collate, input_names
-from worker.examples.digits import NoisyDigits
 from worker.examples.text import ByteWindows, standard_library_corpus, unigram_entropy_bits
 
 
@@ -61,6 +59,10 @@ def test_unigram_entropy_equals_its_definition(tmp_path):
 
 
 def test_noisy_digits_are_scikit_learns_images_with_repeatable_noise():
+    from sklearn.datasets import load_digits
+
+    from worker.examples.digits import NoisyDigits
+
     data, again, other = NoisyDigits(0.5), NoisyDigits(0.5), NoisyDigits(0.5, seed=1)
     images = torch.from_numpy(load_digits().images).float().unsqueeze(1)
     noisy, clean = data[7]

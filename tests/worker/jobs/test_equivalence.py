@@ -42,7 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "optimizer": ADAMW,
     },
     "unet": {
-        "model": {"factory": "worker.examples.unet:build", "args": {"width": 8}},
+        "model": {"factory": "worker.examples.unet:build", "args": {"width": 4}},
         "data": {"factory": "worker.examples.digits:NoisyDigits"},
         "loss": {"factory": "torch.nn.functional:mse_loss"},
         "optimizer": SGD,

@@ -220,8 +220,9 @@ def test_a_tied_parameter_of_two_meshes_is_refused_where_sums_would_count_it_twi
 
 
 @pytest.mark.slow
-def test_a_job_of_tied_stages_whose_optimizer_sums_ends_before_its_first_step():
+def test_a_job_of_tied_stages_whose_optimizer_sums_ends_before_its_first_step(monkeypatch):
     """The other mesh waits for its connections meanwhile."""
+    monkeypatch.setattr("worker.verify.local_gang._CONNECT_S", 5.0)
     with pytest.raises(AttemptFailure, match=TIED) as refused:
         Workers(tied("odd_optimizers:GlobalLamb"))
     assert refused.value.reason is Reason.USER_CODE_RAISED

@@ -22,7 +22,6 @@ from worker.contract.planned import MeshProgram
 from worker.contract.program import program_from_json
 from worker.data.sampler import BatchSampler, collate
 from worker.engine.results import RunOptions
-from worker.examples.digits import NoisyDigits
 from worker.examples.text import ByteWindows
 from worker.model.export import trace
 from worker.model.factory import build_model
@@ -147,6 +146,8 @@ def test_ten_steps_of_a_gpt_on_real_text_equal_the_plain_loop(schedule, tied):
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b", "auto"])
 def test_ten_steps_of_a_unet_on_real_images_equal_the_plain_loop(schedule):
+    from worker.examples.digits import NoisyDigits
+
     model = build_model("worker.examples.unet:build", {"width": 8}, seed=1)
     data = NoisyDigits()
     batches = dataset_batches(data, BatchSampler(len(data), 16, 4, seed=1), collate)

@@ -41,7 +41,7 @@ def limited_graph(seed):
 
 
 @some_by_day(("seeds", "least_limited"), [(range(5), 4), (range(5, 12), 4)], by_day=1, ids=str)
-@pytest.mark.parametrize("recomputed", [False, True])
+@some_by_day("recomputed", [True, False], by_day=1)
 def test_memory_that_no_timeline_reaches_is_no_limit(recomputed, seeds, least_limited):
     """The plan is that without memory_bytes, to the last slot; with one byte less there is a limit again."""
     limited = 0
