@@ -21,7 +21,7 @@ from service.jobs.service import Service
 from service.observability.tracing import export_traces
 from service.orchestrator.loop import Orchestrator
 from service.orchestrator.notify.notifier import Notifier
-from service.orchestrator.planning.pool import Planner, container_memory_bytes, process_memory_bytes
+from service.orchestrator.planning.pool import PlannerPool, container_memory_bytes, process_memory_bytes
 from service.orchestrator.ray.clusters import (
     CLUSTER_REFRESH_S,
     Clusters,
@@ -73,7 +73,7 @@ async def run_control_plane(
         served_for_real = cluster is None
         clusters = await _connect_clusters(settings, cluster, others, stack)
         stack.push_async_callback(clusters.close)
-        planner = Planner(
+        planner = PlannerPool(
             processes=settings.plan_processes,
             memory_bytes=process_memory_bytes(
                 settings.plan_memory_bytes, settings.plan_processes, container_memory_bytes()

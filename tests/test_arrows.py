@@ -7,7 +7,9 @@ no longer breaks a rule must leave the list.
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -37,6 +39,8 @@ COLLECTIVES = (*("all_reduce", "start_all_reduce", "start_reduce_scatter", "star
 """What sums or gathers over a group; the engine and actors call it on Collectives, which records it."""
 BANNED_WORDS = re.compile(r"(?:^|_)(told|mine|theirs|ways|unlike|alike|fellows)(?:_|$)")
 RIDDLE = re.compile(r"(What|Whose|Who|Whether|Which|Where|When|How|Of|Those|By|As|Do|Does)\b")
+OTHERS_NAMES = frozenset({"whsec_", "flatten_optimizer_state_dict", "get_state_dict", "state_dict"})
+"""Names of others that docstrings have and no code: the prefix of a webhook's secret, torch's."""
 SHARED_BASE_NAMES: dict[str, str] = {
     # resources of the REST API, with one module in each layer that knows them
     "jobs": "training jobs: store, schemas, router, command line",
@@ -229,6 +233,28 @@ def test_one_base_name_stands_for_one_thing():
     assert repeated - set(SHARED_BASE_NAMES) == REPEATED_BASE_NAMES
 
 
+def test_one_class_name_stands_for_one_thing():
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in _sources():
+        for node in _tree(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(str(path))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_names_in_backquotes_are_of_something_that_exists():
+    assert dangling_names() == []
+
+
+def test_a_dangling_name_is_found(tmp_path):
+    (folder := tmp_path / "gone").mkdir()
+    module = folder / "other.py"
+    module.write_text(
+        '"""Made by `maker` of gone/module.py, in `other.made` and `float[n]`."""\n\nmade = 1\n'
+    )
+    assert dangling_names([module]) == [f"{module}:1: maker", f"{module}:1: gone/module.py"]
+
+
 def test_functions_are_short_and_take_few_parameters():
     long, many = set(), set()
     for path in _sources():
@@ -339,6 +365,38 @@ def repeated_base_names() -> set[str]:
         if path.stem != "__main__":
             places[path.stem] += 1
     return {name for name, count in places.items() if count > 1}
+
+
+def dangling_names(sources: Sequence[Path] | None = None) -> list[str]:
+    """Names in backquotes and paths of modules, in docstrings and comments, of which a part is found in no code."""
+    sources = sources or _sources()
+    known = {part for path in sources for part in path.with_suffix("").parts} | OTHERS_NAMES
+    texts = []
+    for path in sources:
+        docstrings = {
+            (node.value.lineno, node.value.col_offset)
+            for node in ast.walk(_tree(path))
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        }
+        for token in tokenize.generate_tokens(io.StringIO(_text(path)).readline):
+            if token.type == tokenize.COMMENT or token.start in docstrings:
+                texts.append((path, token.start[0], token.string))
+            elif token.type in (tokenize.NAME, tokenize.STRING):
+                known.update(re.findall(r"\w+", token.string))
+    found = []
+    for path, line, text in texts:
+        names = re.findall(r"`([A-Za-z_][\w.]*)(?:\(\))?`", text)
+        missing = [name for name in names if not known.issuperset(filter(None, name.split(".")))]
+        paths = [one for one in re.findall(r"\b[a-z_]+/[a-z_/]+\.py\b", text) if not _is_module(one, sources)]
+        found += [f"{path}:{line}: {name}" for name in (*missing, *paths)]
+    return found
+
+
+def _is_module(path: str, sources: Sequence[Path]) -> bool:
+    """True for what is there, and for what is in no folder of ours: a file of the user's."""
+    if path.partition("/")[0] not in {part for source in sources for part in source.parts[:-1]}:
+        return True
+    return (ROOT / path).exists() or any(f"/{source}".endswith(f"/{path}") for source in sources)
 
 
 def largest_constructors(number: int) -> list[tuple[int, str]]:

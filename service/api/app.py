@@ -28,7 +28,7 @@ from service.api.pages import router as pages
 from service.api.routers import OTHER_ROUTERS, USER_ROUTERS
 from service.jobs.artifacts import PACKAGE_LIMIT_BYTES
 from service.jobs.service import Service
-from service.schemas.system import Problem
+from service.schemas.system import ProblemDetails
 from service.settings.settings import Settings
 
 _BEARER_SCHEME = {"type": "http", "scheme": "bearer"}
@@ -116,7 +116,7 @@ def _openapi_document(app: FastAPI, authenticates: bool) -> dict[str, Any]:
     document = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
     components = document.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
-    schemas["Problem"] = Problem.model_json_schema()
+    schemas["Problem"] = ProblemDetails.model_json_schema()
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
     components["securitySchemes"] = _SECURITY_SCHEMES

@@ -31,7 +31,7 @@ from service.spec.principals import (
 from service.store.attempts import find_attempt
 from service.store.database import utc_now
 from service.store.secrets import find_token, token_digest
-from service.store.tables import Attempt
+from service.store.tables import AttemptRow
 
 _VIEWER_ROUTES = (
     ("GET", "/"),
@@ -140,7 +140,7 @@ async def require_user(request: Request, service: CurrentService) -> Principal:
 Caller = Annotated[Principal, Depends(require_user)]
 
 
-async def require_driver(attempt_id: str, request: Request, service: CurrentService) -> Attempt:
+async def require_driver(attempt_id: str, request: Request, service: CurrentService) -> AttemptRow:
     """The attempt whose token the call carries; 401 for any other token, also of an unknown attempt."""
     if (admitted := request.scope.get(_ADMITTED)) is not None:
         return admitted
@@ -157,7 +157,7 @@ async def require_driver(attempt_id: str, request: Request, service: CurrentServ
     return attempt
 
 
-DriverAttempt = Annotated[Attempt, Depends(require_driver)]
+DriverAttempt = Annotated[AttemptRow, Depends(require_driver)]
 
 
 async def _find_principal(service: Service, token: str) -> Principal | None:

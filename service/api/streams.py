@@ -19,7 +19,7 @@ from service.jobs.service import Service
 from service.jobs.views import event_view
 from service.orchestrator.ray.jobs_api import ClusterError
 from service.store.events import JobVersion
-from service.store.tables import Event, Job
+from service.store.tables import EventRow, JobRow
 
 SSE_MEDIA_TYPE = "text/event-stream"
 _EVENT_POLL_S = 0.4
@@ -45,20 +45,20 @@ def parse_line_place(text: str | None) -> LinePlace:
     return (parse_event_id(attempt) or 0, parse_event_id(line) or 0)
 
 
-def stream_events(service: Service, job: Job, *, after: int) -> Response:
+def stream_events(service: Service, job: JobRow, *, after: int) -> Response:
     if job.job_state.final and after >= job.last_event:
         return Response(status_code=204)
     return _sse_response(_event_messages(service, job.id, after))
 
 
-def stream_logs(service: Service, job: Job, wanted: LogFilter, *, after: LinePlace) -> Response:
+def stream_logs(service: Service, job: JobRow, wanted: LogFilter, *, after: LinePlace) -> Response:
     return _sse_response(_log_messages(service, job.id, wanted, after))
 
 
 async def _event_messages(service: Service, job_id: str, after: int) -> AsyncIterator[ServerSentEvent]:
     version = await service.feed.now(job_id)
     while True:
-        events: Sequence[Event] = ()
+        events: Sequence[EventRow] = ()
         if version is not None and version.last_event > after:
             events = await service.feed.events(job_id, after=after)
         for event in events:

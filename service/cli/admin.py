@@ -39,7 +39,7 @@ from service.spec.values import VARIABLE_PATTERN
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncSession
 
-    from service.store.tables import ApiToken
+    from service.store.tables import ApiTokenRow
 
 app = typer.Typer()
 
@@ -255,7 +255,7 @@ def _create_in_database(name: str, role: Role, days: float | None) -> NewToken:
     token, now = generate_token(), utc_now()
     expires_at: datetime | None = None if days is None else now + timedelta(days=days)
 
-    async def work(session: AsyncSession) -> ApiToken:
+    async def work(session: AsyncSession) -> ApiTokenRow:
         return await store_token(
             session, name, role, token_digest(token), by=_console_principal(), at=now, expires_at=expires_at
         )
@@ -267,7 +267,7 @@ def _create_in_database(name: str, role: Role, days: float | None) -> NewToken:
     return NewToken(**_token_view(stored).model_dump(), token=token)
 
 
-def _token_view(token: ApiToken) -> TokenView:
+def _token_view(token: ApiTokenRow) -> TokenView:
     return TokenView.model_validate(token, from_attributes=True)
 
 

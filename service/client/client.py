@@ -75,7 +75,7 @@ from service.schemas.plans import (
     SavedPlanView,
 )
 from service.schemas.queues import QueueList, QueueQuotaView, QueueView
-from service.schemas.system import Health, Problem, Version
+from service.schemas.system import Health, ProblemDetails, Version
 from service.settings.settings import is_loopback
 from service.spec.job import JobSpec
 from service.spec.principals import Role
@@ -101,7 +101,7 @@ _RECONNECT_AFTER_S = 1.0
 Model = TypeVar("Model", bound=BaseModel)
 
 
-class Rows(Iterator[Model]):
+class PagedRows(Iterator[Model]):
     """Rows that are read page by page as they are asked for; in a notebook, all at once as a table of pandas."""
 
     def __init__(self, rows: Iterator[Model]) -> None:
@@ -159,7 +159,7 @@ class UnreachableError(ClientError):
 class ApiError(ClientError):
     """The server answered with a problem: `detail` is the message, `code` is for programs, `errors` name wrong fields."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: ProblemDetails) -> None:
         super().__init__(problem.detail)
         self.status, self.title, self.detail = problem.status, problem.title, problem.detail
         self.code, self.errors = problem.code, problem.errors or []
@@ -311,13 +311,13 @@ class Client:
             return self._follow(LogLine, path, last, **filters)
         return self._items(LogPage, path, last, **filters)
 
-    def steps(self, job_id: str, *, after: int | None = None) -> Rows[StepView]:
+    def steps(self, job_id: str, *, after: int | None = None) -> PagedRows[StepView]:
         """Loss and times of the steps above `after`, by attempt, then step; each step once, as it was last done."""
-        return Rows(self._items(StepPage, f"/api/v1/jobs/{job_id}/steps", limit=_PAGE_SIZE, after=after))
+        return PagedRows(self._items(StepPage, f"/api/v1/jobs/{job_id}/steps", limit=_PAGE_SIZE, after=after))
 
-    def evaluations(self, job_id: str) -> Rows[EvaluationView]:
+    def evaluations(self, job_id: str) -> PagedRows[EvaluationView]:
         """Results of the job's evaluations, by attempt, then step; each once, as it was last done."""
-        return Rows(self._items(EvaluationPage, f"/api/v1/jobs/{job_id}/evaluations", limit=_PAGE_SIZE))
+        return PagedRows(self._items(EvaluationPage, f"/api/v1/jobs/{job_id}/evaluations", limit=_PAGE_SIZE))
 
     def plan(self, job_id: str) -> JobPlanView:
         """The job's stage starts, its pipeline spec, and the plan (DESIGN section 4)."""
@@ -683,13 +683,13 @@ def _without_none(**params: Any) -> dict[str, Any]:
     return {name: value for name, value in params.items() if value is not None}
 
 
-def _read_problem(response: httpx.Response) -> Problem:
+def _read_problem(response: httpx.Response) -> ProblemDetails:
     """The problem in an answer; where something else than Slotline answered, one made of its status and text."""
     try:
-        return Problem.model_validate_json(response.content)
+        return ProblemDetails.model_validate_json(response.content)
     except ValidationError:
         text = f"the server answered {response.status_code}: {response.text[:500]}"
-        return Problem(title=response.reason_phrase, status=response.status_code, detail=text)
+        return ProblemDetails(title=response.reason_phrase, status=response.status_code, detail=text)
 
 
 def _server_sent_events(lines: Iterator[str]) -> Iterator[tuple[str, str | None, str]]:

@@ -43,7 +43,7 @@ from service.store.secrets import (
     store_token,
     token_digest,
 )
-from service.store.tables import Delivery, DeliveryState
+from service.store.tables import DeliveryRow, DeliveryState
 
 
 async def read_deliveries(service: Service, job_id: str, *, skip: int, limit: int) -> DeliveryPage:
@@ -57,7 +57,7 @@ async def read_deliveries(service: Service, job_id: str, *, skip: int, limit: in
     )
 
 
-def _delivery_view(delivery: Delivery) -> DeliveryView:
+def _delivery_view(delivery: DeliveryRow) -> DeliveryView:
     hidden = f"{urlsplit(delivery.url).scheme}://(the operator's)"
     return DeliveryView(
         id=delivery.id,

@@ -53,7 +53,7 @@ from service.store.files import (
     stored_artifacts_of,
 )
 from service.store.measurements import losses_at
-from service.store.tables import Job
+from service.store.tables import JobRow
 from worker.contract.checkpoint_files import (
     CheckpointError,
     FoundCheckpoint,
@@ -103,7 +103,7 @@ async def list_checkpoints(service: Service, job_id: str, *, sums: bool) -> Chec
     )
 
 
-async def _inspect(job: Job, uri: str, *, sums: bool) -> list[FoundCheckpoint]:
+async def _inspect(job: JobRow, uri: str, *, sums: bool) -> list[FoundCheckpoint]:
     limit_s = _CHECKSUM_LIMIT_S if sums else 0.0
     try:
         looking = asyncio.to_thread(inspect_checkpoints, uri, job.id, sums=sums, limit_s=limit_s)
@@ -122,7 +122,7 @@ async def _inspect(job: Job, uri: str, *, sums: bool) -> list[FoundCheckpoint]:
         ) from None
 
 
-def _checkpoint_uri(job: Job) -> str:
+def _checkpoint_uri(job: JobRow) -> str:
     uri = stored_field(job.spec, "checkpoint", "uri", "")
     if not uri:
         raise ProblemError(
@@ -291,7 +291,7 @@ async def list_artifacts(service: Service, job_id: str) -> ArtifactList:
     return ArtifactList(items=items, stored_bytes=job.stored_bytes, notes=notes)
 
 
-async def _find_exports(job: Job) -> tuple[list[FoundExport], list[str]]:
+async def _find_exports(job: JobRow) -> tuple[list[FoundExport], list[str]]:
     """Exports that this machine sees, and a note that says why it sees none."""
     uri = stored_field(job.spec, "checkpoint", "uri", "")
     if not uri:
@@ -308,13 +308,13 @@ async def _find_exports(job: Job) -> tuple[list[FoundExport], list[str]]:
         return [], [] if nothing_saved else [f"exports are not listed: {error} (the control plane's machine)"]
 
 
-def _expiry(job: Job, days: float) -> datetime | None:
+def _expiry(job: JobRow, days: float) -> datetime | None:
     if days == FOR_EVER or job.finished_at is None or not job.job_state.final:
         return None
     return job.finished_at + timedelta(days=days)
 
 
-def _stored_artifact(job: Job, artifact: StoredArtifact, expires_at: datetime | None) -> ArtifactView:
+def _stored_artifact(job: JobRow, artifact: StoredArtifact, expires_at: datetime | None) -> ArtifactView:
     path = f"/api/v1/jobs/{job.id}"
     places = {
         "postmortem": f"{path}/postmortem?attempt={artifact.attempt}",

@@ -41,7 +41,7 @@ from service.store.database import utc_now
 from service.store.jobs import heterogeneous_mesh_sizes, waiting_jobs
 from service.store.node_states import node_marks, set_node_mark
 from service.store.queues import effective_quotas, reset_quota, set_quota
-from service.store.tables import Attempt, Job, PlacedMesh
+from service.store.tables import AttemptRow, JobRow, PlacedMeshRow
 from worker.contract.job import METRICS_LINGER_S
 
 _NODES_NAMED = 20
@@ -128,8 +128,8 @@ async def change_node(
 
 def _node_views(
     cluster: NamedCluster,
-    active: Sequence[tuple[Attempt, Job]],
-    placements: Sequence[PlacedMesh],
+    active: Sequence[tuple[AttemptRow, JobRow]],
+    placements: Sequence[PlacedMeshRow],
     marks: Sequence[NodeMark],
 ) -> list[NodeView]:
     """The cluster's living nodes, then those that are gone and kept from work."""
@@ -220,8 +220,8 @@ def _cluster_state(cluster: NamedCluster, settings: Settings) -> ClusterState:
 
 def _accelerator_views(
     cluster: NamedCluster,
-    active: Sequence[Attempt],
-    placements: Sequence[PlacedMesh],
+    active: Sequence[AttemptRow],
+    placements: Sequence[PlacedMeshRow],
     left_out: Mapping[str, NodeMark],
 ) -> list[AcceleratorsView]:
     """The cluster's accelerators, by device; none where it does not answer. Nodes that take no work have none free."""

@@ -72,7 +72,7 @@ from service.store.secrets import (
     open_secrets,
     spec_secret_names,
 )
-from service.store.tables import Attempt, Job, PlacedMesh
+from service.store.tables import AttemptRow, JobRow, PlacedMeshRow
 from worker.contract.checkpoint_files import step_uri
 from worker.contract.costs import costs_digest
 from worker.contract.reasons import Reason
@@ -89,13 +89,13 @@ _PLAN_QUEUE_MARGIN_S = 120.0
 """How long a driver's request for a plan may wait for a planning process, beside the planning itself."""
 
 
-async def refuse_old_driver(service: Service, attempt: Attempt, protocol: str | None) -> None:
+async def refuse_old_driver(service: Service, attempt: AttemptRow, protocol: str | None) -> None:
     """409 for a driver whose protocol is too old: its attempt ends, and the job's reason says why."""
     if (refusal := driver_too_old_message(protocol)) is not None:
         await _end_as_mismatch(service, attempt, refusal)
 
 
-async def _end_as_mismatch(service: Service, attempt: Attempt, refusal: str) -> None:
+async def _end_as_mismatch(service: Service, attempt: AttemptRow, refusal: str) -> None:
     async with service.database.write() as session:
         fresh, job = await lock_attempt(session, attempt.id)
         check_current(job, fresh)
@@ -113,14 +113,14 @@ async def _end_as_mismatch(service: Service, attempt: Attempt, refusal: str) -> 
     raise ProblemError(409, refusal, code=ProblemCode.VERSION_MISMATCH)
 
 
-async def exchange_token(service: Service, attempt: Attempt, token: str) -> None:
+async def exchange_token(service: Service, attempt: AttemptRow, token: str) -> None:
     """The driver's own `token` opens the attempt from now on, and the one that Ray was given opens nothing."""
     async with service.database.write() as session:
         if not await exchange_attempt_token(session, attempt.id, attempt.token, token):
             raise ProblemError(409, "the attempt's token was exchanged by another call: use that one's")
 
 
-async def read_assignment(service: Service, attempt: Attempt, protocol: str | None) -> AttemptInput:
+async def read_assignment(service: Service, attempt: AttemptRow, protocol: str | None) -> AttemptInput:
     """The attempt's job, device, checkpoint to go on from, and its owner's secrets. 422 where a secret is missing, 409 for a
     driver whose protocol knows less than the job needs."""
     job = await _current_job(service, attempt)
@@ -147,7 +147,7 @@ async def read_assignment(service: Service, attempt: Attempt, protocol: str | No
     )
 
 
-async def read_profile(service: Service, attempt: Attempt, key: str) -> dict[str, Any]:
+async def read_profile(service: Service, attempt: AttemptRow, key: str) -> dict[str, Any]:
     """The layer profile that an earlier attempt of the same model, code and cluster stored under `key`; else 404."""
     job = await _current_job(service, attempt)
     async with service.database.read() as session:
@@ -159,7 +159,7 @@ async def read_profile(service: Service, attempt: Attempt, key: str) -> dict[str
     return profile
 
 
-async def store_profile(service: Service, attempt: Attempt, key: str, profile: dict[str, Any]) -> None:
+async def store_profile(service: Service, attempt: AttemptRow, key: str, profile: dict[str, Any]) -> None:
     """Store a profile for later attempts; 413 where its JSON is too long."""
     job = await _current_job(service, attempt)
     size = len(await asyncio.to_thread(json.dumps, profile))
@@ -174,7 +174,7 @@ async def store_profile(service: Service, attempt: Attempt, key: str, profile: d
         )
 
 
-async def place_attempt(service: Service, attempt: Attempt, request: PlacementRequest) -> PlacementAnswer:
+async def place_attempt(service: Service, attempt: AttemptRow, request: PlacementRequest) -> PlacementAnswer:
     """The placement of the attempt's workers on these nodes.
 
     The bytes between meshes are those of the job's plan: that of an earlier attempt or a saved one. Where there is none,
@@ -196,7 +196,7 @@ async def place_attempt(service: Service, attempt: Attempt, request: PlacementRe
         make_placement, request, None if plan is None else plan.body, left_out=left_out
     )
     placed = [
-        PlacedMesh(
+        PlacedMeshRow(
             attempt_id=attempt.id,
             job_id=attempt.job_id,
             cluster=attempt.cluster,
@@ -251,7 +251,7 @@ def _exchanged_in(plan: str, meshes: int) -> dict[tuple[int, int], float] | None
     return exchanged_bytes(spec) if len(spec.meshes) == meshes else None
 
 
-async def plan_attempt(service: Service, attempt: Attempt, costs: dict[str, Any], run: RunWork) -> str:
+async def plan_attempt(service: Service, attempt: AttemptRow, costs: dict[str, Any], run: RunWork) -> str:
     """JSON of the JobPlanView for a job with these measured costs, which becomes the job's plan.
 
     A job that was submitted with a saved plan gets that plan, with what it was made for: the driver compares it with what
@@ -296,7 +296,7 @@ def _mesh_nodes(costs: Mapping[str, Any]) -> dict[str, list[str]]:
     return {mesh: list(names) for mesh, names in nodes.items()}
 
 
-async def replan_attempt(service: Service, attempt: Attempt, request: ReplanRequest, run: RunWork) -> str:
+async def replan_attempt(service: Service, attempt: AttemptRow, request: ReplanRequest, run: RunWork) -> str:
     """JSON of a ReplanView: a clearly shorter order of the plan by which the attempt trains, at the costs of its last
     profiled steps, searched for at most a tenth of the time that is left."""
     job = await _current_job(service, attempt)
@@ -333,7 +333,7 @@ def _running_plan_text(running: RunningPlan) -> str:
     return json.dumps(running.plan, allow_nan=False)
 
 
-async def plan_forwards(service: Service, attempt: Attempt, spec: dict[str, Any], run: RunWork) -> str:
+async def plan_forwards(service: Service, attempt: AttemptRow, spec: dict[str, Any], run: RunWork) -> str:
     """JSON of the plan of an evaluation: the forwards of a PipelineSpec."""
     await _current_job(service, attempt)
     planning = service.planner.plan_forwards(
@@ -345,7 +345,7 @@ async def plan_forwards(service: Service, attempt: Attempt, spec: dict[str, Any]
         raise planning_timeout_problem(error) from None
 
 
-async def apply_report(service: Service, attempt: Attempt, body: ReportIn) -> ReportAnswer:
+async def apply_report(service: Service, attempt: AttemptRow, body: ReportIn) -> ReportAnswer:
     """Store what happened since the driver's last report; the answer tells it to go on or to end."""
     names = await _node_names(service, attempt.cluster, [node.node for node in body.draining or ()])
     plan = None
@@ -377,7 +377,7 @@ async def apply_report(service: Service, attempt: Attempt, body: ReportIn) -> Re
     return ReportAnswer(command=command, wanted_checkpoints=wanted)
 
 
-async def _resume_source(service: Service, job: Job) -> ResumeSourceView | None:
+async def _resume_source(service: Service, job: JobRow) -> ResumeSourceView | None:
     text = stored_field(job.spec, "checkpoint", "resume_from", "")
     if not text:
         return None
@@ -390,7 +390,7 @@ async def _resume_source(service: Service, job: Job) -> ResumeSourceView | None:
     return ResumeSourceView(uri=step_uri(uri, source_id, step or 0), job=source_id, step=step)
 
 
-async def _job_secrets(service: Service, job: Job) -> dict[str, str]:
+async def _job_secrets(service: Service, job: JobRow) -> dict[str, str]:
     if not (names := spec_secret_names(job.spec)):
         return {}
     try:
@@ -400,19 +400,19 @@ async def _job_secrets(service: Service, job: Job) -> dict[str, str]:
         raise ProblemError(422, str(error)) from None
 
 
-async def _current_job(service: Service, attempt: Attempt) -> Job:
+async def _current_job(service: Service, attempt: AttemptRow) -> JobRow:
     async with service.database.read() as session:
         return await _check_current(session, attempt)
 
 
-async def _check_current(session: Any, attempt: Attempt) -> Job:
+async def _check_current(session: Any, attempt: AttemptRow) -> JobRow:
     job = await find_job(session, attempt.job_id)
     assert job is not None, attempt.job_id
     outcome.check_current(job, attempt)
     return job
 
 
-async def _record_spans(service: Service, attempt: Attempt, spans: Sequence[ReportedSpan]) -> None:
+async def _record_spans(service: Service, attempt: AttemptRow, spans: Sequence[ReportedSpan]) -> None:
     """Export what the driver says that it did; a report that comes twice has the same spans."""
     async with service.database.read() as session:
         job = await find_job(session, attempt.job_id)

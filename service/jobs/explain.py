@@ -37,7 +37,7 @@ from service.store.measurements import (
     scoped_costs_digest,
 )
 from service.store.plans import find_job_plan
-from service.store.tables import JobPlan
+from service.store.tables import JobPlanRow
 from worker.contract.costs import costs_digest
 from worker.contract.planned import planned_peak_bytes
 from worker.contract.program import COMPUTE_OPS, TRANSFER_OPS
@@ -106,8 +106,8 @@ async def read_calibration(database: Database, job_id: str) -> Calibration | Non
     Computed anew when another step was profiled: the slots of a few steps take a tenth of a second.
     """
     async with database.read() as session:
-        query = select(JobPlan.attempt, JobPlan.created_at, JobPlan.since_step).where(
-            JobPlan.job_id == job_id
+        query = select(JobPlanRow.attempt, JobPlanRow.created_at, JobPlanRow.since_step).where(
+            JobPlanRow.job_id == job_id
         )
         planned = (await session.execute(query)).first()
         key = (
@@ -154,7 +154,7 @@ async def _warm_steps(
     return choose_calibration_steps(steps, since_step=since_step)
 
 
-async def calibration_slots(session: AsyncSession, plan: JobPlan) -> list[list[SlotRecord]]:
+async def calibration_slots(session: AsyncSession, plan: JobPlanRow) -> list[list[SlotRecord]]:
     """The slots of the last warm steps of the plan's attempt, of fewer steps where a step has very many."""
     found: list[list[SlotRecord]] = []
     for step in reversed(await _warm_steps(session, plan.job_id, plan.attempt, plan.since_step)):
@@ -180,7 +180,7 @@ async def read_profiled_steps(service: Service, job_id: str) -> dict[str, Any]:
     """The attempt whose plan is stored (None: none), and step and attempt of each stored timeline, latest last."""
     async with service.database.read() as session:
         await existing_job(session, job_id)
-        planned = await session.scalar(select(JobPlan.attempt).where(JobPlan.job_id == job_id))
+        planned = await session.scalar(select(JobPlanRow.attempt).where(JobPlanRow.job_id == job_id))
         places = await profiled_attempt_steps(session, job_id)
     return {
         "planned": planned,

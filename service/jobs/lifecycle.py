@@ -16,7 +16,7 @@ from service.spec.principals import Principal
 from service.store import jobs as store
 from service.store.database import utc_now
 from service.store.files import StorageInUseError, check_no_removal
-from service.store.tables import Job
+from service.store.tables import JobRow
 
 
 async def cancel_job(service: Service, job_id: str, caller: Principal) -> JobView:
@@ -77,12 +77,12 @@ async def read_job(service: Service, job_id: str) -> JobView:
         return await view_in(session, job)
 
 
-async def existing_job(session: AsyncSession, job_id: str) -> Job:
+async def existing_job(session: AsyncSession, job_id: str) -> JobRow:
     """The job, or 404."""
     return require_job(await store.find_job(session, job_id), job_id)
 
 
-def require_job(job: Job | None, job_id: str) -> Job:
+def require_job(job: JobRow | None, job_id: str) -> JobRow:
     """404 for None."""
     if job is None:
         raise _no_job_problem(job_id)

@@ -26,7 +26,7 @@ from service.spec.states import FINAL_STATES, WAITING_STATES, JobState
 from service.store.database import Database
 from service.store.measurements import SlotRecord, find_timeline
 from service.store.plans import find_job_plan
-from service.store.tables import Attempt, Event, Job, JobPlan, Timeline
+from service.store.tables import AttemptRow, EventRow, JobPlanRow, JobRow, TimelineRow
 
 WAIT_BUCKETS_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 24 * 3600.0)
 _TRAINING_STATES = frozenset({JobState.RUNNING, JobState.RECOVERING})
@@ -62,12 +62,12 @@ class JobSeries:
     """Phases of the current attempt's start: until it has its accelerators, until Ray has its driver, until it trains."""
     saved_at: datetime | None = None
     """When its last checkpoint was saved."""
-    interruption: Interruption | None = None
+    interruption: InterruptedAttempt | None = None
     """How its last ended attempt ended."""
 
 
 @dataclass(frozen=True)
-class Interruption:
+class InterruptedAttempt:
     """The end of an attempt of a job that goes on."""
 
     at: datetime
@@ -146,27 +146,27 @@ async def read_job_metrics(database: Database, queues: tuple[str, ...], *, at: d
 
 
 async def _unfinished_jobs(session: AsyncSession) -> list[Any]:
-    before = aliased(Attempt)
+    before = aliased(AttemptRow)
     query = select(
-        Job.id,
-        Job.name,
-        Job.owner,
-        Attempt.created_at.label("created"),
-        Attempt.submitted_at.label("submitted"),
-        Attempt.started_at.label("trains"),
+        JobRow.id,
+        JobRow.name,
+        JobRow.owner,
+        AttemptRow.created_at.label("created"),
+        AttemptRow.submitted_at.label("submitted"),
+        AttemptRow.started_at.label("trains"),
         before.finished_at.label("ended_before"),
-        Job.queue,
-        Job.state,
-        Job.attempts_made,
-        Job.queued_at,
-        Job.started_at,
-        Job.step_s,
-        Job.spec["checkpoint"]["uri"].as_string().label("uri"),
-        cast(Job.spec["checkpoint"]["every_steps"].as_string(), Integer).label("every_steps"),
+        JobRow.queue,
+        JobRow.state,
+        JobRow.attempts_made,
+        JobRow.queued_at,
+        JobRow.started_at,
+        JobRow.step_s,
+        JobRow.spec["checkpoint"]["uri"].as_string().label("uri"),
+        cast(JobRow.spec["checkpoint"]["every_steps"].as_string(), Integer).label("every_steps"),
     )
-    query = query.outerjoin(Attempt, Attempt.id == Job.current_attempt)
-    query = query.outerjoin(before, and_(before.job_id == Job.id, before.number == Attempt.number - 1))
-    query = query.where(Job.state.not_in(FINAL_STATES)).order_by(Job.created_at, Job.id)
+    query = query.outerjoin(AttemptRow, AttemptRow.id == JobRow.current_attempt)
+    query = query.outerjoin(before, and_(before.job_id == JobRow.id, before.number == AttemptRow.number - 1))
+    query = query.where(JobRow.state.not_in(FINAL_STATES)).order_by(JobRow.created_at, JobRow.id)
     return list((await session.execute(query)).all())
 
 
@@ -183,28 +183,28 @@ def _start_phases(
 
 async def _last_checkpoints(session: AsyncSession, jobs: list[str]) -> dict[str, datetime]:
     """Times of the last checkpoint that each of the jobs reported."""
-    query = select(Event.job_id, func.max(Event.at)).where(
-        Event.job_id.in_(jobs), Event.kind == "checkpoint", Event.message.startswith("after step ")
+    query = select(EventRow.job_id, func.max(EventRow.at)).where(
+        EventRow.job_id.in_(jobs), EventRow.kind == "checkpoint", EventRow.message.startswith("after step ")
     )
-    return {job: at for job, at in (await session.execute(query.group_by(Event.job_id))).all()}
+    return {job: at for job, at in (await session.execute(query.group_by(EventRow.job_id))).all()}
 
 
-async def _last_interruptions(session: AsyncSession, jobs: list[str]) -> dict[str, Interruption]:
-    query = select(Attempt.job_id, Attempt.finished_at, Attempt.reason).where(
-        Attempt.job_id.in_(jobs), Attempt.finished_at.is_not(None)
+async def _last_interruptions(session: AsyncSession, jobs: list[str]) -> dict[str, InterruptedAttempt]:
+    query = select(AttemptRow.job_id, AttemptRow.finished_at, AttemptRow.reason).where(
+        AttemptRow.job_id.in_(jobs), AttemptRow.finished_at.is_not(None)
     )
-    rows = (await session.execute(query.order_by(Attempt.number))).all()
-    return {job: Interruption(at, reason or "") for job, at, reason in rows}
+    rows = (await session.execute(query.order_by(AttemptRow.number))).all()
+    return {job: InterruptedAttempt(at, reason or "") for job, at, reason in rows}
 
 
 async def _queue_waits(database: Database, session: AsyncSession) -> dict[str, QueueWaits]:
-    seconds = _seconds_between(database, Job.created_at, Attempt.created_at)
+    seconds = _seconds_between(database, JobRow.created_at, AttemptRow.created_at)
     place = case(*((seconds <= limit, number) for number, limit in enumerate(WAIT_BUCKETS_S)), else_=-1)
     query = (
-        select(Job.queue, place, func.count(), func.sum(seconds))
-        .join(Attempt, Attempt.job_id == Job.id)
-        .where(Attempt.number == 1)
-        .group_by(Job.queue, place)
+        select(JobRow.queue, place, func.count(), func.sum(seconds))
+        .join(AttemptRow, AttemptRow.job_id == JobRow.id)
+        .where(AttemptRow.number == 1)
+        .group_by(JobRow.queue, place)
     )
     numbers: dict[str, list[int]] = defaultdict(lambda: [0] * (len(WAIT_BUCKETS_S) + 1))
     sums: dict[str, float] = defaultdict(float)
@@ -234,9 +234,9 @@ async def _plan_comparisons(
     """Comparisons by job, for jobs with a plan and a profiled step of the attempt that made the plan."""
     before, now = _comparisons.get(database, {}), {}
     for job in jobs:
-        latest = select(Timeline.attempt, Timeline.step).where(Timeline.job_id == job)
-        latest = latest.order_by(Timeline.attempt.desc(), Timeline.step.desc()).limit(1)
-        plan = select(JobPlan.attempt, JobPlan.created_at).where(JobPlan.job_id == job)
+        latest = select(TimelineRow.attempt, TimelineRow.step).where(TimelineRow.job_id == job)
+        latest = latest.order_by(TimelineRow.attempt.desc(), TimelineRow.step.desc()).limit(1)
+        plan = select(JobPlanRow.attempt, JobPlanRow.created_at).where(JobPlanRow.job_id == job)
         step, planned = (await session.execute(latest)).first(), (await session.execute(plan)).first()
         if step is None or planned is None or step.attempt != planned.attempt:
             continue

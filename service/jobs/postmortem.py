@@ -29,7 +29,7 @@ from service.spec.states import AttemptState
 from service.store.attempts import attempts_of
 from service.store.events import events_of, find_post_mortem
 from service.store.measurements import last_steps
-from service.store.tables import Attempt
+from service.store.tables import AttemptRow
 
 LOG_LIMIT_BYTES = 512 * 1024
 JSON_LIMIT_BYTES = 16 * 1024 * 1024
@@ -80,7 +80,7 @@ async def read_post_mortem(service: Service, job_id: str, number: int | None) ->
     return chosen.number, await asyncio.to_thread(post_mortem_zip, facts)
 
 
-def _failed_attempt(job_id: str, attempts: list[Attempt], number: int | None) -> Attempt:
+def _failed_attempt(job_id: str, attempts: list[AttemptRow], number: int | None) -> AttemptRow:
     failed = [attempt for attempt in attempts if attempt.attempt_state is AttemptState.FAILED]
     if number is None and failed:
         return failed[-1]
@@ -104,7 +104,7 @@ async def _attempt_log(service: Service, job_id: str, number: int) -> list[str]:
     return [line.text for line in lines]
 
 
-def _known_secrets(service: Service, attempts: list[Attempt]) -> list[str]:
+def _known_secrets(service: Service, attempts: list[AttemptRow]) -> list[str]:
     settings = service.settings
     tokens = [settings.api_token, settings.metrics_token]
     secrets = [token.get_secret_value() for token in tokens if token is not None]

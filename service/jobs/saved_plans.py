@@ -37,7 +37,7 @@ from service.store.plans import (
     saved_plan_by_id,
     store_saved_plan,
 )
-from service.store.tables import SavedPlan
+from service.store.tables import SavedPlanRow
 from worker.contract.job import AUTO, Job, microbatch_counts
 
 PLANS_OF_ONE_OWNER = 100
@@ -115,7 +115,7 @@ def planning_timeout_problem(error: PlanTimeoutError) -> ProblemError:
     )
 
 
-async def plan_named_by(service: Service, spec: JobSpec, caller: Principal) -> SavedPlan | None:
+async def plan_named_by(service: Service, spec: JobSpec, caller: Principal) -> SavedPlanRow | None:
     """The caller's plan that a job names, without its body; None where it names none.
 
     422 where the caller has no such plan, 409 where it was made for another job.
@@ -202,7 +202,9 @@ def _no_plan_problem(name: str, owner: str) -> ProblemError:
     )
 
 
-async def _own_saved_plan(service: Service, caller: Principal, name: str, spec: JobSpec) -> SavedPlan | None:
+async def _own_saved_plan(
+    service: Service, caller: Principal, name: str, spec: JobSpec
+) -> SavedPlanRow | None:
     """The caller's plan of this name for this job, or None; 409 where it was made for another job."""
     async with service.database.read() as session:
         plan = await find_saved_plan(session, caller.name, name)
@@ -224,7 +226,7 @@ async def _save_new_plan(
     costs: Mapping[str, Any],
     plan: str,
     provenance: PlanProvenance,
-) -> SavedPlan:
+) -> SavedPlanRow:
     """Store the plan (JSON) that was made for `spec` with these costs. 413 for a long one, 409 for one too many."""
     job = spec.model_dump(mode="json")
     if (size := len(plan)) > PLAN_SIZE_LIMIT_BYTES:
@@ -267,18 +269,18 @@ def request_digest(spec: JobSpec) -> str:
     return hashlib.sha256(spec.model_dump_json(exclude_defaults=True).encode()).hexdigest()
 
 
-async def saved_plan_preview(plan: SavedPlan) -> str:
+async def saved_plan_preview(plan: SavedPlanRow) -> str:
     """JSON of a JobPlanPreview."""
     provenance = PlanProvenance(plan.measured_by, plan.summary["notes"])
     return await with_fields(plan.body, first={**asdict(provenance), "named": _plan_reference(plan)})
 
 
-def _plan_reference(plan: SavedPlan) -> dict[str, Any]:
+def _plan_reference(plan: SavedPlanRow) -> dict[str, Any]:
     """JSON of a SavedPlanRef."""
     return {"id": plan.id, "owner": plan.owner, "name": plan.name}
 
 
-def _plan_summary(plan: SavedPlan) -> SavedPlanSummary:
+def _plan_summary(plan: SavedPlanRow) -> SavedPlanSummary:
     expires_at = plan.used_at + timedelta(days=KEEP_PLANS_DAYS)
     names = ("id", "owner", "name", "created_at", "used_at", "size_bytes")
     return SavedPlanSummary(
@@ -329,7 +331,7 @@ class PlannedChoice:
     schedules: tuple[str, ...]
 
 
-def _differences_from_plan(spec: JobSpec, plan: SavedPlan) -> list[PlanDifference]:
+def _differences_from_plan(spec: JobSpec, plan: SavedPlanRow) -> list[PlanDifference]:
     made_for = json.loads(plan.made_for)
     chosen = PlannedChoice(
         tuple(plan.summary["begins"]),

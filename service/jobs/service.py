@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from pydantic_core import from_json, to_json
 
 from service.orchestrator.attempts.outcome import Backoff
-from service.orchestrator.planning.pool import Planner
+from service.orchestrator.planning.pool import PlannerPool
 from service.orchestrator.ray.clusters import Clusters, ClusterWatcher
 from service.orchestrator.ray.driver_logs import LogReader
 from service.orchestrator.tasks.artifacts import FolderRemoval
@@ -25,7 +25,7 @@ from service.spec.principals import Principal
 from service.store.database import Database
 from service.store.events import JobVersion, events_of, job_versions
 from service.store.jobs import SubmissionBatcher
-from service.store.tables import Event
+from service.store.tables import EventRow
 from worker.contract.tasks import ExportRequest, RemovalResult
 
 RunWork = Callable[[Coroutine[Any, Any, str]], Coroutine[Any, Any, str]]
@@ -48,7 +48,7 @@ class Service:
 
     settings: Settings
     database: Database
-    planner: Planner
+    planner: PlannerPool
     profiler: TaskRunner[ProfileRequest, MeasuredCosts]
     exporter: TaskRunner[ExportRequest, Mapping[str, Any]]
     remover: TaskRunner[FolderRemoval, RemovalResult]
@@ -81,7 +81,7 @@ class JobFeed:
         self._asked: dict[str, asyncio.Future[JobVersion | None]] = {}
         self._polling: asyncio.Task[None] | None = None
         self._polls: set[asyncio.Task[None]] = set()  # the loop itself holds its tasks weakly
-        self._reading: dict[tuple[str, int], asyncio.Task[Sequence[Event]]] = {}
+        self._reading: dict[tuple[str, int], asyncio.Task[Sequence[EventRow]]] = {}
 
     async def now(self, job_id: str) -> JobVersion | None:
         """The job's version at this moment; None: no such job."""
@@ -98,7 +98,7 @@ class JobFeed:
             self._polling.add_done_callback(self._polls.discard)
         return await asyncio.shield(asked)  # others wait for it too
 
-    async def events(self, job_id: str, *, after: int) -> Sequence[Event]:
+    async def events(self, job_id: str, *, after: int) -> Sequence[EventRow]:
         """The job's events behind `after`, read once for all streams that ask for the same at the same time.
 
         With a read of its own for each, the streams of one job would take every connection at once.
@@ -109,7 +109,7 @@ class JobFeed:
             reading.add_done_callback(lambda _: self._reading.pop(key))
         return await asyncio.shield(reading)
 
-    async def _read(self, job_id: str, after: int) -> Sequence[Event]:
+    async def _read(self, job_id: str, after: int) -> Sequence[EventRow]:
         async with self._database.read() as session:
             return await events_of(session, job_id, after=after)
 

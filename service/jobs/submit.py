@@ -39,7 +39,7 @@ from service.store.jobs import (
 )
 from service.store.plans import mark_saved_plan_used
 from service.store.secrets import missing_secrets
-from service.store.tables import Job
+from service.store.tables import JobRow
 from worker.contract.checkpoint_files import CheckpointError, inspect_checkpoints
 from worker.contract.logs import TraceParent
 
@@ -89,14 +89,14 @@ async def submit_job(
     return job_view(job, []) if idempotency_key is None else await current_view(service.database, job)
 
 
-async def _find_by_key(service: Service, caller: Principal, key: str | None) -> Job | None:
+async def _find_by_key(service: Service, caller: Principal, key: str | None) -> JobRow | None:
     if key is None:
         return None
     async with service.database.read() as session:
         return await find_by_idempotency_key(session, key, owner=caller.name)
 
 
-async def _create_once(service: Service, new: NewJob, caller: Principal) -> Job:
+async def _create_once(service: Service, new: NewJob, caller: Principal) -> JobRow:
     """A new job, or the one that another request stores with this key at the same moment."""
     try:
         if new.resumes is None:
@@ -237,7 +237,7 @@ async def _resolve_resume(
     return spec.model_copy(update={"checkpoint": checkpoint}), ResumedCheckpoint(source_id, step)
 
 
-async def _checkpoint_step(source: Job, step: int | None, text: str) -> int:
+async def _checkpoint_step(source: JobRow, step: int | None, text: str) -> int:
     """`step`, or that of the newest checkpoint of `source`; 422 where it has none of the step.
 
     Checkpoints that this machine does not see are known by what the job's drivers reported: the workers look then.
@@ -262,7 +262,7 @@ async def _checkpoint_step(source: Job, step: int | None, text: str) -> int:
     )
 
 
-async def _whole_steps(source: Job) -> list[int]:
+async def _whole_steps(source: JobRow) -> list[int]:
     """Steps of the whole checkpoints of a job; none where this machine does not see their place."""
     uri = stored_field(source.spec, "checkpoint", "uri", "")
     if not uri or not is_listable(uri):

@@ -16,7 +16,7 @@ from service.scheduler.views.svg import timeline_svg
 from service.schemas.activity import SlotView, TimelineSide, TimelineView
 from service.store.measurements import SlotRecord, find_step, find_timeline, profiled_steps
 from service.store.plans import find_job_plan
-from service.store.tables import Job, JobPlan, Step, Timeline
+from service.store.tables import JobPlanRow, JobRow, StepRow, TimelineRow
 
 _UPDATE_ACTIONS = ("REDUCE", "STEP")
 
@@ -33,7 +33,7 @@ async def read_plan(service: Service, job_id: str) -> str:
     return await with_fields(plan.body, last={"calibrated": asdict(calibration)})
 
 
-def why_no_plan(job: Job) -> str:
+def why_no_plan(job: JobRow) -> str:
     """The end of a message that says that `job` has no plan."""
     if job.job_state.final:
         return ": it ended before it was planned, or they were removed since; its events say so"
@@ -66,9 +66,9 @@ def profiled_steps_hint(profiled: Sequence[int]) -> str:
 
 def _timeline_view(
     job_id: str,
-    plan: JobPlan | None,
-    measured: tuple[Timeline, list[SlotRecord]] | None,
-    record: Step | None,
+    plan: JobPlanRow | None,
+    measured: tuple[TimelineRow, list[SlotRecord]] | None,
+    record: StepRow | None,
     profiled: Sequence[int],
 ) -> TimelineView:
     """Runs in a thread, as thousands of slots take tens of milliseconds."""
@@ -92,7 +92,7 @@ def _planned_side(body: str) -> TimelineSide:
     return TimelineSide(makespan_s=plan["makespan_s"], slots=plan["slots"])
 
 
-def makespan_s(slots: Sequence[SlotView], record: Step | None) -> float:
+def makespan_s(slots: Sequence[SlotView], record: StepRow | None) -> float:
     """The makespan that the driver reported, else from the first start to the last end before REDUCE and STEP."""
     if record is not None and record.makespan_s is not None:
         return record.makespan_s

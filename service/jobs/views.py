@@ -15,17 +15,17 @@ from service.spec.states import JobState
 from service.store.attempts import attempts_of, placements_of
 from service.store.database import Database
 from service.store.events import LaunchPhase, launch_phases
-from service.store.tables import Attempt, Evaluation, Event, Job, PlacedMesh, Step
+from service.store.tables import AttemptRow, EvaluationRow, EventRow, JobRow, PlacedMeshRow, StepRow
 
 
-def job_summary(job: Job) -> JobSummary:
+def job_summary(job: JobRow) -> JobSummary:
     return JobSummary(**_summary_fields(job))
 
 
 def job_view(
-    job: Job,
-    attempts: Sequence[Attempt],
-    placements: Sequence[PlacedMesh] = (),
+    job: JobRow,
+    attempts: Sequence[AttemptRow],
+    placements: Sequence[PlacedMeshRow] = (),
     phases: Mapping[int, Sequence[LaunchPhase]] | None = None,
 ) -> JobView:
     """`phases` are those that drivers reported of their launches, by the attempt's number."""
@@ -47,13 +47,13 @@ def job_view(
     )
 
 
-async def current_view(database: Database, job: Job) -> JobView:
+async def current_view(database: Database, job: JobRow) -> JobView:
     """The job with its attempts, which are read now."""
     async with database.read() as session:
         return await view_in(session, job)
 
 
-async def view_in(session: AsyncSession, job: Job) -> JobView:
+async def view_in(session: AsyncSession, job: JobRow) -> JobView:
     """The job with its attempts and their placements, read in this session."""
     attempts = await attempts_of(session, job.id)
     placements = await placements_of(session, [attempt.id for attempt in attempts])
@@ -61,7 +61,7 @@ async def view_in(session: AsyncSession, job: Job) -> JobView:
 
 
 def launch_seconds(
-    job: Job, attempts: Sequence[Attempt], phases: Mapping[int, Sequence[LaunchPhase]]
+    job: JobRow, attempts: Sequence[AttemptRow], phases: Mapping[int, Sequence[LaunchPhase]]
 ) -> dict[int, dict[str, float]]:
     """Seconds by phase, in order, from the wait for accelerators to the end of the first step, by the attempt's number.
 
@@ -86,13 +86,13 @@ def launch_seconds(
     return found
 
 
-def checkpoint_view(job: Job) -> CheckpointView | None:
+def checkpoint_view(job: JobRow) -> CheckpointView | None:
     if job.checkpoint_step is None or job.checkpoint_uri is None:
         return None
     return CheckpointView(step=job.checkpoint_step, uri=job.checkpoint_uri)
 
 
-def _summary_fields(job: Job) -> dict[str, Any]:
+def _summary_fields(job: JobRow) -> dict[str, Any]:
     columns = JobSummary.model_fields.keys() - {"progress", "labels"}
     per_s = job.step_flops / job.step_s if job.step_flops is not None and job.step_s else None
     left = job.steps_wanted - (job.step or 0)
@@ -113,13 +113,13 @@ def _summary_fields(job: Job) -> dict[str, Any]:
     }
 
 
-def event_view(event: Event) -> EventView:
+def event_view(event: EventRow) -> EventView:
     return EventView.model_validate(event, from_attributes=True)
 
 
-def evaluation_view(evaluation: Evaluation) -> EvaluationView:
+def evaluation_view(evaluation: EvaluationRow) -> EvaluationView:
     return EvaluationView.model_validate(evaluation, from_attributes=True)
 
 
-def step_view(step: Step) -> StepView:
+def step_view(step: StepRow) -> StepView:
     return StepView.model_validate(step, from_attributes=True)

@@ -25,7 +25,7 @@ class Readiness(Health):
     clusters_away: dict[str, str] = {}
 
 
-class Problem(BaseModel):
+class ProblemDetails(BaseModel):
     """The body of every error."""
 
     type: str = "about:blank"

@@ -16,7 +16,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from service.spec.job import JobSpec
-from service.spec.resources import Resources
+from service.spec.resources import ResourcesSection
 from service.spec.short_forms import STORED_MESH_FIELDS
 
 _VALUE_LIMIT = 200
@@ -112,7 +112,7 @@ def _fields_at(model: type[BaseModel], path: Sequence[Any]) -> set[str]:
         if inner is None:
             return set()
         model = inner
-    return set(model.model_fields) - (set(STORED_MESH_FIELDS) if model is Resources else set())
+    return set(model.model_fields) - (set(STORED_MESH_FIELDS) if model is ResourcesSection else set())
 
 
 def _json_value(value: Any) -> Any:

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from service.spec.names import NAME_PATTERN
 from service.spec.resources import (
-    Resources,
+    ResourcesSection,
     check_batch_divides,
     check_elementwise_by_name,
     check_optimizer_sharding,
@@ -27,7 +27,7 @@ from service.spec.values import (
     FiniteJson,
     Labels,
     Notifications,
-    ParameterGroup,
+    ParameterGroupSection,
     Patterns,
     SecretNames,
     SpecPart,
@@ -83,7 +83,7 @@ def _in_lower_case(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
 
-class Factory(SpecPart):
+class FactorySection(SpecPart):
     """An import path `module:attribute` and the arguments of its call."""
 
     example: ClassVar[str] = "torch.nn.functional:cross_entropy"
@@ -102,7 +102,7 @@ class Factory(SpecPart):
         return data
 
 
-class Model(Factory):
+class ModelSection(FactorySection):
     """A model, its initial weights, and the part of its result that the loss takes."""
 
     example: ClassVar[str] = "worker.examples.gpt:build"
@@ -128,7 +128,7 @@ class Model(Factory):
     )
 
 
-class Loader(BaseModel):
+class LoaderSection(BaseModel):
     """Processes of torch's DataLoader that read a worker's samples."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -171,7 +171,7 @@ class DataOptions(BaseModel):
         default="repeat",
         description="At the end of the data: repeat begins again, stop ends the job with the last whole batch",
     )
-    loader: Loader = Loader()
+    loader: LoaderSection = LoaderSection()
 
     @model_validator(mode="after")
     def _columns_name_something(self) -> Self:
@@ -180,31 +180,31 @@ class DataOptions(BaseModel):
         return self
 
 
-class Data(Factory, DataOptions):
+class DataSection(FactorySection, DataOptions):
     """A data set or a stream, the options of reading it, and its collator (called with a list of samples)."""
 
     example: ClassVar[str] = "worker.examples.text:ByteWindows"
 
-    collate: Factory | None = None
+    collate: FactorySection | None = None
 
 
-class Optimizer(Factory):
+class OptimizerSection(FactorySection):
     """An optimizer, its parameter groups, and the schedule of its learning rate."""
 
     example: ClassVar[str] = "torch.optim:AdamW"
 
-    schedule: Factory | None = Field(
+    schedule: FactorySection | None = Field(
         default=None,
         description="Called with the optimizer and `args`, e.g. torch.optim.lr_scheduler:CosineAnnealingLR",
     )
-    groups: Annotated[list[ParameterGroup], Field(fail_fast=True)] = Field(
+    groups: Annotated[list[ParameterGroupSection], Field(fail_fast=True)] = Field(
         default=[],
         description="Parameters with settings of their own, e.g. {match: [*.bias, *norm*], weight_decay: 0}; each is in "
         "the first group that matches it",
     )
 
 
-class LossScaling(BaseModel):
+class LossScalingSection(BaseModel):
     """Loss scaling of fp16, which grows and backs off as torch.amp.GradScaler's does by default."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -212,14 +212,14 @@ class LossScaling(BaseModel):
     init_scale: Annotated[float, Field(gt=0, le=2.0**100, allow_inf_nan=False)] = 2.0**16
 
 
-class Training(SpecPart):
+class TrainingSection(SpecPart):
     """Steps, batches and numbers of the training loop."""
 
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         default="fp32",
         description="fp32: each module in its own type; bf16, fp16: by autocast, fp16 with loss scaling",
     )
-    loss_scaling: LossScaling | None = Field(
+    loss_scaling: LossScalingSection | None = Field(
         default=None, description="The first scale of precision fp16; null: 65536"
     )
     sync_batch_norm: bool = Field(
@@ -283,7 +283,7 @@ class Training(SpecPart):
         return self
 
 
-class Pipeline(SpecPart):
+class PipelineSection(SpecPart):
     """Stages, cut, schedule and recomputation."""
 
     stages: AutoStages = Field(
@@ -338,7 +338,7 @@ def _check_resume_from(value: str) -> str:
     return value
 
 
-class Checkpoint(SpecPart):
+class CheckpointSection(SpecPart):
     """Place, interval and number of checkpoints."""
 
     uri: Text
@@ -372,7 +372,7 @@ class Checkpoint(SpecPart):
         return self
 
 
-class Evaluation(SpecPart):
+class EvaluationSection(SpecPart):
     """Evaluation between steps: its data, its interval, the best checkpoint, and early stopping."""
 
     every_steps: Annotated[int, Field(ge=1, le=1_000_000_000)] = Field(
@@ -396,7 +396,7 @@ class Evaluation(SpecPart):
     patience: Count | None = Field(
         default=None, description="End the job after this number of evaluations in a row that are no better"
     )
-    data: Data
+    data: DataSection
 
     @model_validator(mode="after")
     def _better_is_known(self) -> Self:
@@ -408,7 +408,7 @@ class Evaluation(SpecPart):
         return self
 
 
-class Tracker(SpecPart):
+class TrackerSection(SpecPart):
     """A tracker of the run's values: TensorBoard, W&B, MLflow or Trackio, or an object that a factory makes."""
 
     needed: ClassVar[dict[str, str]] = {
@@ -475,14 +475,14 @@ class Tracker(SpecPart):
         return self
 
 
-def _check_trackers_differ(trackers: list[Tracker]) -> list[Tracker]:
+def _check_trackers_differ(trackers: list[TrackerSection]) -> list[TrackerSection]:
     names = [tracker.to for tracker in trackers if tracker.to is not None]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"names {', '.join(twice)} twice: a job has one run there, leave out the other")
     return trackers
 
 
-class Retry(SpecPart):
+class RetrySection(SpecPart):
     """Number of further attempts after failed ones, by cause; -1: without limit."""
 
     infrastructure: Annotated[int, Field(ge=-1, le=1_000_000)] = 3
@@ -490,7 +490,7 @@ class Retry(SpecPart):
     preemption: Annotated[int, Field(ge=-1, le=1_000_000)] = -1
 
 
-class Code(SpecPart):
+class CodeSection(SpecPart):
     """The user's own modules: a folder or package of code, and packages that pip installs."""
 
     working_dir: Text | None = None
@@ -511,20 +511,20 @@ class JobSpec(SpecPart):
     """A job as a user submits it (DESIGN section 11). Unknown fields are refused."""
 
     name: Name = "job"
-    model: Model
-    data: Data
-    loss: Factory | None = Field(default=None, description="null: the model returns its own")
-    optimizer: Optimizer = Optimizer(factory="torch.optim:AdamW")
-    training: Training = Training()
-    pipeline: Pipeline = Pipeline()
-    resources: Resources = Resources()
-    checkpoint: Checkpoint | None = None
-    evaluation: Evaluation | None = None
+    model: ModelSection
+    data: DataSection
+    loss: FactorySection | None = Field(default=None, description="null: the model returns its own")
+    optimizer: OptimizerSection = OptimizerSection(factory="torch.optim:AdamW")
+    training: TrainingSection = TrainingSection()
+    pipeline: PipelineSection = PipelineSection()
+    resources: ResourcesSection = ResourcesSection()
+    checkpoint: CheckpointSection | None = None
+    evaluation: EvaluationSection | None = None
     tracking: Annotated[
-        list[Tracker], Field(max_length=5, fail_fast=True), AfterValidator(_check_trackers_differ)
+        list[TrackerSection], Field(max_length=5, fail_fast=True), AfterValidator(_check_trackers_differ)
     ] = Field(default=[], description="Where the run's values go beside Slotline's own pages and metrics")
-    retry: Retry = Retry()
-    code: Code = Code()
+    retry: RetrySection = RetrySection()
+    code: CodeSection = CodeSection()
     env: Environment = Field(default={}, description="Environment variables of the driver and the workers")
     secrets: SecretNames = Field(
         default=[],
@@ -661,10 +661,10 @@ def stored_field(spec: Mapping[str, Any], section: str, field: str, default: Any
     return value if isinstance(value, type(default)) else default
 
 
-def stored_retry(spec: Mapping[str, Any]) -> Retry:
+def stored_retry(spec: Mapping[str, Any]) -> RetrySection:
     """The `retry` of a stored job, with defaults for fields that are missing or wrong."""
-    names = Retry.model_fields
-    return Retry.model_construct(
+    names = RetrySection.model_fields
+    return RetrySection.model_construct(
         **{name: stored_field(spec, "retry", name, names[name].default) for name in names}
     )
 

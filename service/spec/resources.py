@@ -245,7 +245,7 @@ def _check_memory(value: object) -> object:
 MemoryPerWorker = Annotated[Literal["auto"] | int, BeforeValidator(_check_memory)]
 
 
-class Resources(SpecPart):
+class ResourcesSection(SpecPart):
     """Meshes and their parallelism, device, and memory of a worker.
 
     `workers_per_mesh`, `workers`, `tensor` and `tensors` are of the stored form; no schema has them, and users write

@@ -265,7 +265,7 @@ Pattern = Annotated[Text, Field(min_length=1), AfterValidator(_check_pattern)]
 Patterns = Annotated[list[Pattern], Field(fail_fast=True)]
 
 
-class ParameterGroup(BaseModel):
+class ParameterGroupSection(BaseModel):
     """Parameters by name, and beside `match` the optimizer's settings for them: weight_decay, lr, …"""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)

@@ -18,19 +18,19 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from service.settings.clusters import DEFAULT_CLUSTER
 from service.spec.states import AttemptState, JobState
 from service.store.spans import add_wait_span
-from service.store.tables import WITHOUT_LOG, WITHOUT_SPEC, Attempt, Job, PlacedMesh
+from service.store.tables import WITHOUT_LOG, WITHOUT_SPEC, AttemptRow, JobRow, PlacedMeshRow
 from service.store.transitions import lock_job, move_job
 
 
 async def exchange_token(session: AsyncSession, attempt_id: str, old: str, new: str) -> bool:
     """Put `new` in the place of the token `old`; False where another exchange came between."""
-    change = update(Attempt).where(Attempt.id == attempt_id, Attempt.token == old).values(token=new)
+    change = update(AttemptRow).where(AttemptRow.id == attempt_id, AttemptRow.token == old).values(token=new)
     return (await session.execute(change)).rowcount == 1
 
 
 async def create_attempt(
-    session: AsyncSession, job: Job, *, device: str, at: datetime, cluster: str = DEFAULT_CLUSTER
-) -> Attempt:
+    session: AsyncSession, job: JobRow, *, device: str, at: datetime, cluster: str = DEFAULT_CLUSTER
+) -> AttemptRow:
     """Create the next attempt of a locked, waiting job, which becomes STARTING.
 
     The first attempt fixes the device and the cluster of the job: later attempts resume from its checkpoints.
@@ -39,7 +39,7 @@ async def create_attempt(
     assert job.began_on in (None, cluster), f"{job.id} began on {job.began_on}, not on {cluster}"
     job.device, job.cluster = device, cluster
     job.attempts_made += 1
-    attempt = Attempt(
+    attempt = AttemptRow(
         id=f"{job.id}-{job.attempts_made}",
         job_id=job.id,
         number=job.attempts_made,
@@ -67,11 +67,11 @@ async def create_attempt(
     return attempt
 
 
-async def find_attempt(session: AsyncSession, attempt_id: str) -> Attempt | None:
-    return await session.get(Attempt, attempt_id)
+async def find_attempt(session: AsyncSession, attempt_id: str) -> AttemptRow | None:
+    return await session.get(AttemptRow, attempt_id)
 
 
-async def lock_attempt(session: AsyncSession, attempt_id: str) -> tuple[Attempt, Job]:
+async def lock_attempt(session: AsyncSession, attempt_id: str) -> tuple[AttemptRow, JobRow]:
     """The attempt, read again under the lock, and its job, which stays locked until the session ends."""
     attempt = await find_attempt(session, attempt_id)
     assert attempt is not None, attempt_id
@@ -81,33 +81,35 @@ async def lock_attempt(session: AsyncSession, attempt_id: str) -> tuple[Attempt,
     return attempt, job
 
 
-async def attempts_of(session: AsyncSession, job_id: str) -> Sequence[Attempt]:
+async def attempts_of(session: AsyncSession, job_id: str) -> Sequence[AttemptRow]:
     """The job's attempts, first to last, without their logs."""
-    query = select(Attempt).options(WITHOUT_LOG).where(Attempt.job_id == job_id).order_by(Attempt.number)
+    query = (
+        select(AttemptRow).options(WITHOUT_LOG).where(AttemptRow.job_id == job_id).order_by(AttemptRow.number)
+    )
     return (await session.execute(query)).scalars().all()
 
 
-async def active_attempts(session: AsyncSession) -> list[tuple[Attempt, Job]]:
+async def active_attempts(session: AsyncSession) -> list[tuple[AttemptRow, JobRow]]:
     """Attempts that hold accelerators, oldest first, each with its job (without its specification)."""
     query = (
-        select(Attempt, Job)
-        .join(Job, Attempt.job_id == Job.id)
+        select(AttemptRow, JobRow)
+        .join(JobRow, AttemptRow.job_id == JobRow.id)
         .options(WITHOUT_SPEC)
-        .where(Attempt.state.in_([AttemptState.STARTING, AttemptState.RUNNING]))
-        .order_by(Attempt.created_at, Attempt.id)
+        .where(AttemptRow.state.in_([AttemptState.STARTING, AttemptState.RUNNING]))
+        .order_by(AttemptRow.created_at, AttemptRow.id)
     )
     return [(attempt, job) for attempt, job in (await session.execute(query)).all()]
 
 
-async def record_placement(session: AsyncSession, attempt_id: str, placed: Sequence[PlacedMesh]) -> None:
+async def record_placement(session: AsyncSession, attempt_id: str, placed: Sequence[PlacedMeshRow]) -> None:
     """Store where the attempt's meshes are placed, in the stead of an earlier placement."""
-    await session.execute(delete(PlacedMesh).where(PlacedMesh.attempt_id == attempt_id))
+    await session.execute(delete(PlacedMeshRow).where(PlacedMeshRow.attempt_id == attempt_id))
     session.add_all(placed)
 
 
-async def placements_of(session: AsyncSession, attempt_ids: Collection[str]) -> Sequence[PlacedMesh]:
+async def placements_of(session: AsyncSession, attempt_ids: Collection[str]) -> Sequence[PlacedMeshRow]:
     """The nodes of the meshes of these attempts, mesh by mesh."""
-    query = select(PlacedMesh).where(PlacedMesh.attempt_id.in_(attempt_ids))
+    query = select(PlacedMeshRow).where(PlacedMeshRow.attempt_id.in_(attempt_ids))
     found = (await session.execute(query)).scalars().all()
     return sorted(found, key=lambda one: (one.attempt_id, len(one.mesh), one.mesh, one.node, one.node_id))
 
@@ -127,15 +129,15 @@ class LogLocation(NamedTuple):
 async def log_locations(session: AsyncSession, job_id: str) -> list[LogLocation]:
     """The log locations of all attempts of a job, first to last."""
     query = select(
-        Attempt.id,
-        Attempt.number,
-        Attempt.created_at,
-        Attempt.state,
-        Attempt.submitted_at,
-        Attempt.log.is_not(None),
-        Attempt.cluster,
+        AttemptRow.id,
+        AttemptRow.number,
+        AttemptRow.created_at,
+        AttemptRow.state,
+        AttemptRow.submitted_at,
+        AttemptRow.log.is_not(None),
+        AttemptRow.cluster,
     )
-    rows = await session.execute(query.where(Attempt.job_id == job_id).order_by(Attempt.number))
+    rows = await session.execute(query.where(AttemptRow.job_id == job_id).order_by(AttemptRow.number))
     return [
         LogLocation(id_, number, created, AttemptState(state).final, submitted is not None, stored, cluster)
         for id_, number, created, state, submitted, stored, cluster in rows
@@ -144,29 +146,31 @@ async def log_locations(session: AsyncSession, job_id: str) -> list[LogLocation]
 
 async def stored_log(session: AsyncSession, attempt_id: str) -> tuple[int, str]:
     """Number of the first stored line of the log, and the text from there on."""
-    query = select(Attempt.log_first_line, Attempt.log).where(Attempt.id == attempt_id)
+    query = select(AttemptRow.log_first_line, AttemptRow.log).where(AttemptRow.id == attempt_id)
     first, text = (await session.execute(query)).one()
     return first, text or ""
 
 
-async def attempts_without_log(session: AsyncSession, *, ended_before: datetime) -> list[Attempt]:
+async def attempts_without_log(session: AsyncSession, *, ended_before: datetime) -> list[AttemptRow]:
     """Attempts that ended before `ended_before` and whose driver's log is not stored yet."""
-    query = select(Attempt).where(
-        Attempt.log.is_(None), Attempt.submitted_at.is_not(None), Attempt.finished_at < ended_before
+    query = select(AttemptRow).where(
+        AttemptRow.log.is_(None), AttemptRow.submitted_at.is_not(None), AttemptRow.finished_at < ended_before
     )
     return list((await session.execute(query)).scalars())
 
 
-async def attempts_with_metrics(session: AsyncSession, *, ended_after: datetime) -> list[tuple[Attempt, Job]]:
+async def attempts_with_metrics(
+    session: AsyncSession, *, ended_after: datetime
+) -> list[tuple[AttemptRow, JobRow]]:
     """Attempts with a metrics endpoint that run, or ended after `ended_after`, each with its job (no specification)."""
     query = (
-        select(Attempt, Job)
-        .join(Job, Attempt.job_id == Job.id)
+        select(AttemptRow, JobRow)
+        .join(JobRow, AttemptRow.job_id == JobRow.id)
         .options(WITHOUT_SPEC)
         .where(
-            Attempt.metrics_endpoint.is_not(None),
-            or_(Attempt.finished_at.is_(None), Attempt.finished_at > ended_after),
+            AttemptRow.metrics_endpoint.is_not(None),
+            or_(AttemptRow.finished_at.is_(None), AttemptRow.finished_at > ended_after),
         )
-        .order_by(Attempt.created_at, Attempt.id)
+        .order_by(AttemptRow.created_at, AttemptRow.id)
     )
     return [(attempt, job) for attempt, job in (await session.execute(query)).all()]

@@ -18,7 +18,16 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from service.spec.states import JobState
 from service.spec.values import storable_text
 from service.store.measurements import SlotRecord
-from service.store.tables import Attempt, AuditEntry, Event, Job, JobPlan, PostMortem, Slot, Timeline
+from service.store.tables import (
+    AttemptRow,
+    AuditEntryRow,
+    EventRow,
+    JobPlanRow,
+    JobRow,
+    PostMortemRow,
+    SlotRow,
+    TimelineRow,
+)
 from worker.contract.timeline import LAUNCH_EVENT, read_launch_message
 
 
@@ -27,7 +36,7 @@ def add_audit(
 ) -> None:
     """Record that `principal` did `action` (e.g. `job.cancel`) to `subject` (a job's id, a token's name)."""
     session.add(
-        AuditEntry(
+        AuditEntryRow(
             at=at, principal=principal, action=action, subject=subject, detail=storable_text(detail) or ""
         )
     )
@@ -40,15 +49,15 @@ async def list_audit(
     subject: str | None = None,
     before: int | None = None,
     limit: int = 100,
-) -> Sequence[AuditEntry]:
+) -> Sequence[AuditEntryRow]:
     """Entries numbered below `before`, newest first."""
-    query = select(AuditEntry).order_by(AuditEntry.number.desc()).limit(limit)
+    query = select(AuditEntryRow).order_by(AuditEntryRow.number.desc()).limit(limit)
     if principal is not None:
-        query = query.where(AuditEntry.principal == principal)
+        query = query.where(AuditEntryRow.principal == principal)
     if subject is not None:
-        query = query.where(AuditEntry.subject == subject)
+        query = query.where(AuditEntryRow.subject == subject)
     if before is not None:
-        query = query.where(AuditEntry.number < before)
+        query = query.where(AuditEntryRow.number < before)
     return (await session.execute(query)).scalars().all()
 
 
@@ -69,28 +78,31 @@ class LaunchPhase:
 
 async def job_versions(session: AsyncSession, job_ids: Sequence[str]) -> dict[str, JobVersion]:
     """The versions of the jobs that exist, by id."""
-    query = select(Job.id, Job.state, Job.last_event).where(Job.id.in_(job_ids))
+    query = select(JobRow.id, JobRow.state, JobRow.last_event).where(JobRow.id.in_(job_ids))
     rows = (await session.execute(query)).all()
     return {job_id: JobVersion(JobState(state), last) for job_id, state, last in rows}
 
 
 async def events_of(
     session: AsyncSession, job_id: str, *, after: int = 0, limit: int = 500
-) -> Sequence[Event]:
+) -> Sequence[EventRow]:
     """Events numbered above `after`, in order."""
     query = (
-        select(Event).where(Event.job_id == job_id, Event.number > after).order_by(Event.number).limit(limit)
+        select(EventRow)
+        .where(EventRow.job_id == job_id, EventRow.number > after)
+        .order_by(EventRow.number)
+        .limit(limit)
     )
     return (await session.execute(query)).scalars().all()
 
 
 async def launch_phases(session: AsyncSession, job_id: str) -> dict[int, list[LaunchPhase]]:
     """The phases that drivers reported between their start and their first step, in order, by the attempt's number."""
-    query = select(Event.attempt, Event.message, Event.at).where(
-        Event.job_id == job_id, Event.kind == LAUNCH_EVENT, Event.attempt.is_not(None)
+    query = select(EventRow.attempt, EventRow.message, EventRow.at).where(
+        EventRow.job_id == job_id, EventRow.kind == LAUNCH_EVENT, EventRow.attempt.is_not(None)
     )
     found: dict[int, list[LaunchPhase]] = {}
-    for number, message, at in (await session.execute(query.order_by(Event.number))).all():
+    for number, message, at in (await session.execute(query.order_by(EventRow.number))).all():
         if (phase := read_launch_message(message)) is not None:
             found.setdefault(number, []).append(LaunchPhase(*phase, ended_at=at))
     return found
@@ -101,43 +113,51 @@ _POST_MORTEM_SLOT_LIMIT = 20_000
 """The latest slots of the step; they are copied in the transaction that ends the attempt, which must be short."""
 
 
-async def store_post_mortem(session: AsyncSession, attempt: Attempt, *, at: datetime) -> None:
+async def store_post_mortem(session: AsyncSession, attempt: AttemptRow, *, at: datetime) -> None:
     """Store the plan and the last profiled step of an attempt that has just failed.
 
     The plan is copied inside the database, and only where it is this attempt's own.
     """
     await session.flush()
     job_id, number = attempt.job_id, attempt.number
-    await session.execute(delete(PostMortem).where(PostMortem.attempt_id == attempt.id))
-    own = select(JobPlan.body).where(JobPlan.job_id == job_id, JobPlan.attempt == number).scalar_subquery()
-    latest = select(Timeline.step).where(Timeline.job_id == job_id, Timeline.attempt == number)
-    step = (await session.execute(latest.order_by(Timeline.step.desc()).limit(1))).scalar_one_or_none()
+    await session.execute(delete(PostMortemRow).where(PostMortemRow.attempt_id == attempt.id))
+    own = (
+        select(JobPlanRow.body)
+        .where(JobPlanRow.job_id == job_id, JobPlanRow.attempt == number)
+        .scalar_subquery()
+    )
+    latest = select(TimelineRow.step).where(TimelineRow.job_id == job_id, TimelineRow.attempt == number)
+    step = (await session.execute(latest.order_by(TimelineRow.step.desc()).limit(1))).scalar_one_or_none()
     slots = None if step is None else await _post_mortem_slots_json(session, job_id, step)
     row = select(
         literal(attempt.id),
         literal(job_id),
-        literal(at, PostMortem.at.type),
+        literal(at, PostMortemRow.at.type),
         own,
-        literal(step, PostMortem.step.type),
-        literal(slots, PostMortem.slots.type),
+        literal(step, PostMortemRow.step.type),
+        literal(slots, PostMortemRow.slots.type),
     )
     await session.execute(
-        insert(PostMortem).from_select(["attempt_id", "job_id", "at", "plan", "step", "slots"], row)
+        insert(PostMortemRow).from_select(["attempt_id", "job_id", "at", "plan", "step", "slots"], row)
     )
-    newest = select(PostMortem.attempt_id).where(PostMortem.job_id == job_id)
-    newest = newest.order_by(PostMortem.at.desc(), PostMortem.attempt_id.desc()).limit(_POST_MORTEMS_PER_JOB)
+    newest = select(PostMortemRow.attempt_id).where(PostMortemRow.job_id == job_id)
+    newest = newest.order_by(PostMortemRow.at.desc(), PostMortemRow.attempt_id.desc()).limit(
+        _POST_MORTEMS_PER_JOB
+    )
     newest_ids = (await session.execute(newest)).scalars().all()
     await session.execute(
-        delete(PostMortem).where(PostMortem.job_id == job_id, PostMortem.attempt_id.not_in(newest_ids))
+        delete(PostMortemRow).where(
+            PostMortemRow.job_id == job_id, PostMortemRow.attempt_id.not_in(newest_ids)
+        )
     )
 
 
-async def find_post_mortem(session: AsyncSession, attempt_id: str) -> PostMortem | None:
-    return await session.get(PostMortem, attempt_id)
+async def find_post_mortem(session: AsyncSession, attempt_id: str) -> PostMortemRow | None:
+    return await session.get(PostMortemRow, attempt_id)
 
 
 async def _post_mortem_slots_json(session: AsyncSession, job_id: str, step: int) -> str:
-    columns = [getattr(Slot, name) for name in SlotRecord._fields]
-    query = select(*columns).where(Slot.job_id == job_id, Slot.step == step)
-    rows = await session.execute(query.order_by(Slot.end_s.desc()).limit(_POST_MORTEM_SLOT_LIMIT))
+    columns = [getattr(SlotRow, name) for name in SlotRecord._fields]
+    query = select(*columns).where(SlotRow.job_id == job_id, SlotRow.step == step)
+    rows = await session.execute(query.order_by(SlotRow.end_s.desc()).limit(_POST_MORTEM_SLOT_LIMIT))
     return json.dumps([dict(zip(SlotRecord._fields, row, strict=True)) for row in rows])

@@ -30,20 +30,20 @@ from service.store.events import add_audit
 from service.store.leases import LeaseTable, delete_old_heartbeats, delete_old_tasks
 from service.store.plans import delete_unused_saved_plans
 from service.store.tables import (
-    Attempt,
-    Delivery,
-    Evaluation,
-    Job,
-    JobPlan,
-    Package,
-    PackageOwner,
-    PlacedMesh,
-    PostMortem,
-    SavedPlan,
-    Slot,
-    Step,
-    StorageUse,
-    Timeline,
+    AttemptRow,
+    DeliveryRow,
+    EvaluationRow,
+    JobPlanRow,
+    JobRow,
+    PackageOwnerRow,
+    PackageRow,
+    PlacedMeshRow,
+    PostMortemRow,
+    SavedPlanRow,
+    SlotRow,
+    StepRow,
+    StorageUseRow,
+    TimelineRow,
 )
 from service.store.transitions import add_event, lock_job
 from worker.contract.checkpoint_files import step_folder_name, step_uri
@@ -52,16 +52,16 @@ from worker.contract.tasks import RemovalRequest, RemovalResult
 
 async def find_package(session: AsyncSession, digest: str, *, owner: str | None = None) -> bool:
     """True if the package is stored and, where `owner` is given, was uploaded by them; its content is not read."""
-    query = select(Package.digest).where(Package.digest == digest)
+    query = select(PackageRow.digest).where(PackageRow.digest == digest)
     if owner is not None:
         query = query.where(
-            exists().where(PackageOwner.digest == Package.digest, PackageOwner.owner == owner)
+            exists().where(PackageOwnerRow.digest == PackageRow.digest, PackageOwnerRow.owner == owner)
         )
     return (await session.execute(query)).first() is not None
 
 
 async def package_content(session: AsyncSession, digest: str) -> bytes | None:
-    query = select(Package.content).where(Package.digest == digest)
+    query = select(PackageRow.content).where(PackageRow.digest == digest)
     return (await session.execute(query)).scalar_one_or_none()
 
 
@@ -69,17 +69,17 @@ async def store_package(
     session: AsyncSession, digest: str, content: bytes, *, at: datetime, owner: str = ANONYMOUS
 ) -> None:
     """Store a new package. Raises sqlalchemy's IntegrityError where it is stored already."""
-    session.add(Package(digest=digest, created_at=at, size_bytes=len(content), content=content))
+    session.add(PackageRow(digest=digest, created_at=at, size_bytes=len(content), content=content))
     await session.flush()
-    session.add(PackageOwner(digest=digest, owner=owner))
+    session.add(PackageOwnerRow(digest=digest, owner=owner))
 
 
 async def renew_package(session: AsyncSession, digest: str, *, at: datetime, owner: str = ANONYMOUS) -> bool:
     """Count a stored package as uploaded by `owner` at `at`; returns whether it is stored."""
-    query = update(Package).where(Package.digest == digest).values(created_at=at)
+    query = update(PackageRow).where(PackageRow.digest == digest).values(created_at=at)
     if (await session.execute(query)).rowcount == 0:
         return False
-    await upsert(session, PackageOwner, [{"digest": digest, "owner": owner}])
+    await upsert(session, PackageOwnerRow, [{"digest": digest, "owner": owner}])
     return True
 
 
@@ -92,7 +92,7 @@ class StorageInUseError(Exception):
     """Another use of the files excludes the requested one; the message says which."""
 
 
-_STORAGE_USES = LeaseTable(StorageUse, StorageUse.id, StorageUse.until, silence_limit=timedelta(0))
+_STORAGE_USES = LeaseTable(StorageUseRow, StorageUseRow.id, StorageUseRow.until, silence_limit=timedelta(0))
 
 
 async def begin_storage_use(
@@ -110,8 +110,8 @@ async def begin_storage_use(
     Uses of one kind share folders, and the two kinds exclude each other. The job stays locked until the session ends.
     """
     await lock_job(session, job_id)
-    await _STORAGE_USES.delete_expired(session, StorageUse.job_id == job_id, now=at)
-    query = select(StorageUse).where(StorageUse.job_id == job_id, StorageUse.kind != kind)
+    await _STORAGE_USES.delete_expired(session, StorageUseRow.job_id == job_id, now=at)
+    query = select(StorageUseRow).where(StorageUseRow.job_id == job_id, StorageUseRow.kind != kind)
     for other in (await session.execute(query)).scalars():
         if folders is None or other.folders is None or {*folders} & {*other.folders}:
             if other.id.startswith(_RESUME_USE_PREFIX):
@@ -120,7 +120,7 @@ async def begin_storage_use(
             doing = "an export reads" if other.kind == StorageUseKind.READING else "somebody deletes"
             what = "its checkpoints" if other.folders is None else ", ".join(other.folders)
             raise StorageInUseError(f"{doing} {what} of job {job_id} now: ask again when it has ended")
-    use = StorageUse(
+    use = StorageUseRow(
         id=use_id or secrets.token_hex(16),
         job_id=job_id,
         kind=kind,
@@ -155,23 +155,23 @@ async def hold_for_resume(
 
 async def wanted_checkpoint_steps(session: AsyncSession, job_id: str) -> list[int]:
     """Steps of the job's checkpoints from which other jobs are still to begin."""
-    query = select(StorageUse.folders).where(
-        StorageUse.job_id == job_id,
-        StorageUse.id.startswith(_RESUME_USE_PREFIX),
-        exists().where(literal(_RESUME_USE_PREFIX) + Job.id == StorageUse.id, *_BEGINS_FROM_ANOTHER),
+    query = select(StorageUseRow.folders).where(
+        StorageUseRow.job_id == job_id,
+        StorageUseRow.id.startswith(_RESUME_USE_PREFIX),
+        exists().where(literal(_RESUME_USE_PREFIX) + JobRow.id == StorageUseRow.id, *_BEGINS_FROM_ANOTHER),
     )
     folders = {folder for held in (await session.execute(query)).scalars() for folder in held}
     return sorted(int(folder.rpartition("-")[2]) for folder in folders)
 
 
-_BEGINS_FROM_ANOTHER = (Job.state.not_in(FINAL_STATES), Job.checkpoint_step.is_(None))
+_BEGINS_FROM_ANOTHER = (JobRow.state.not_in(FINAL_STATES), JobRow.checkpoint_step.is_(None))
 """The conditions on a job with resume_from under which its next attempt begins from the other job's checkpoint."""
 
 
-async def _check_resume_begun(session: AsyncSession, use: StorageUse) -> None:
+async def _check_resume_begun(session: AsyncSession, use: StorageUseRow) -> None:
     """Raise StorageInUseError while the job of the use is still to begin from the files."""
     job_id = use.id.removeprefix(_RESUME_USE_PREFIX)
-    query = select(Job.state).where(Job.id == job_id, *_BEGINS_FROM_ANOTHER)
+    query = select(JobRow.state).where(JobRow.id == job_id, *_BEGINS_FROM_ANOTHER)
     if (state := (await session.execute(query)).scalar_one_or_none()) is not None:
         raise StorageInUseError(
             f"job {job_id} ({state}) begins from {', '.join(use.folders)} of job {use.job_id}: ask again when it has a "
@@ -180,14 +180,16 @@ async def _check_resume_begun(session: AsyncSession, use: StorageUse) -> None:
 
 
 async def end_storage_use(session: AsyncSession, use_id: str) -> None:
-    await _STORAGE_USES.release(session, StorageUse.id == use_id)
+    await _STORAGE_USES.release(session, StorageUseRow.id == use_id)
 
 
 async def check_no_removal(session: AsyncSession, job_id: str, *, at: datetime) -> None:
     """Raise StorageInUseError while files of the job are deleted: an attempt might resume from them."""
     await lock_job(session, job_id)
-    query = select(StorageUse.id).where(
-        StorageUse.job_id == job_id, StorageUse.kind == StorageUseKind.REMOVING, _STORAGE_USES.is_held(at)
+    query = select(StorageUseRow.id).where(
+        StorageUseRow.job_id == job_id,
+        StorageUseRow.kind == StorageUseKind.REMOVING,
+        _STORAGE_USES.is_held(at),
     )
     if (await session.execute(query.limit(1))).first() is not None:
         raise StorageInUseError(
@@ -247,7 +249,7 @@ async def begin_removal(
     return PendingRemoval(use_id, request, reported, by, job.began_on or DEFAULT_CLUSTER, days)
 
 
-def resume_checkpoint_folder(job: Job) -> str | None:
+def resume_checkpoint_folder(job: JobRow) -> str | None:
     """The folder of the checkpoint that the next attempt would resume from, as the driver last reported it."""
     return None if job.checkpoint_step is None else step_folder_name(job.checkpoint_step)
 
@@ -283,7 +285,7 @@ async def end_removal(
         add_event(session, job, "removed", message, at=at, by=removal.by)
 
 
-def _set_checkpoint(job: Job, uri: str, step: int | None) -> None:
+def _set_checkpoint(job: JobRow, uri: str, step: int | None) -> None:
     job.checkpoint_step = step
     job.checkpoint_uri = None if step is None else step_uri(uri, job.id, step)
 
@@ -291,12 +293,12 @@ def _set_checkpoint(job: Job, uri: str, step: int | None) -> None:
 async def jobs_with_expired_files(session: AsyncSession, *, days: float, at: datetime) -> list[str]:
     """Jobs that ended more than `days` ago and whose files were not removed yet; a random batch."""
     query = (
-        select(Job.id)
+        select(JobRow.id)
         .where(
-            Job.state.in_(FINAL_STATES),
-            Job.finished_at < at - timedelta(days=days),
-            Job.files_removed_at.is_(None),
-            Job.spec["checkpoint"]["uri"].as_string().is_not(None),
+            JobRow.state.in_(FINAL_STATES),
+            JobRow.finished_at < at - timedelta(days=days),
+            JobRow.files_removed_at.is_(None),
+            JobRow.spec["checkpoint"]["uri"].as_string().is_not(None),
         )
         .order_by(func.random())  # jobs whose removal always fails must not fill every batch
         .limit(_REMOVAL_BATCH_JOBS)
@@ -345,7 +347,7 @@ async def apply_retention(database: Sessions, keep: RetentionPolicy, *, now: dat
 
 
 async def _remove_timelines(database: Sessions, days: float, now: datetime) -> None:
-    while jobs := await _ended_jobs(database, days, now, exists().where(Timeline.job_id == Job.id)):
+    while jobs := await _ended_jobs(database, days, now, exists().where(TimelineRow.job_id == JobRow.id)):
         for job_id in jobs:
             while await _remove_some_timelines(database, job_id, days, now):
                 pass
@@ -357,9 +359,9 @@ async def _remove_some_timelines(database: Sessions, job_id: str, days: float, n
         job = await _lock_if_still_ended(session, job_id, days, now)
         if job is None:
             return False
-        query = select(Timeline.step).where(Timeline.job_id == job_id).limit(_TIMELINES_PER_TRANSACTION)
+        query = select(TimelineRow.step).where(TimelineRow.job_id == job_id).limit(_TIMELINES_PER_TRANSACTION)
         steps = (await session.execute(query)).scalars().all()
-        for table in (Slot, Timeline):
+        for table in (SlotRow, TimelineRow):
             await session.execute(delete(table).where(table.job_id == job_id, table.step.in_(steps)))
         if len(steps) == _TIMELINES_PER_TRANSACTION:
             return True
@@ -369,26 +371,37 @@ async def _remove_some_timelines(database: Sessions, job_id: str, days: float, n
 
 async def _remove_history(database: Sessions, days: float, now: datetime) -> None:
     has_history = or_(
-        exists().where(Step.job_id == Job.id),
-        exists().where(JobPlan.job_id == Job.id),
-        exists().where(PostMortem.job_id == Job.id),
-        exists().where(Delivery.job_id == Job.id),
-        exists().where(Attempt.job_id == Job.id, Attempt.log != ""),
+        exists().where(StepRow.job_id == JobRow.id),
+        exists().where(JobPlanRow.job_id == JobRow.id),
+        exists().where(PostMortemRow.job_id == JobRow.id),
+        exists().where(DeliveryRow.job_id == JobRow.id),
+        exists().where(AttemptRow.job_id == JobRow.id, AttemptRow.log != ""),
     )
     while jobs := await _ended_jobs(database, days, now, has_history):
         for job_id in jobs:
             async with database.write() as session:
                 if job := await _lock_if_still_ended(session, job_id, days, now):
-                    for table in (Step, Evaluation, JobPlan, PostMortem, Delivery, PlacedMesh):
+                    for table in (
+                        StepRow,
+                        EvaluationRow,
+                        JobPlanRow,
+                        PostMortemRow,
+                        DeliveryRow,
+                        PlacedMeshRow,
+                    ):
                         await session.execute(delete(table).where(table.job_id == job_id))
                     # not NULL: Ray would be asked for the log again
-                    await session.execute(update(Attempt).where(Attempt.job_id == job_id).values(log=""))
+                    await session.execute(
+                        update(AttemptRow).where(AttemptRow.job_id == job_id).values(log="")
+                    )
                     _add_removal_event(session, job, "steps, plan and logs", days, "HISTORY", now)
 
 
 async def _remove_packages(database: Sessions, days: float, now: datetime) -> None:
-    named = Job.spec["code"]["working_dir"].as_string() == literal(PACKAGE_PREFIX) + Package.digest
-    unused = delete(Package).where(Package.created_at < now - timedelta(days=days), ~exists().where(named))
+    named = JobRow.spec["code"]["working_dir"].as_string() == literal(PACKAGE_PREFIX) + PackageRow.digest
+    unused = delete(PackageRow).where(
+        PackageRow.created_at < now - timedelta(days=days), ~exists().where(named)
+    )
     async with database.write() as session:
         await session.execute(unused)
 
@@ -397,15 +410,17 @@ async def _ended_jobs(
     database: Sessions, days: float, now: datetime, has_data: ColumnElement[bool]
 ) -> list[str]:
     query = (
-        select(Job.id)
-        .where(Job.state.in_(FINAL_STATES), Job.finished_at < now - timedelta(days=days), has_data)
+        select(JobRow.id)
+        .where(JobRow.state.in_(FINAL_STATES), JobRow.finished_at < now - timedelta(days=days), has_data)
         .limit(_RETENTION_BATCH_JOBS)
     )
     async with database.read() as session:
         return list((await session.execute(query)).scalars())
 
 
-async def _lock_if_still_ended(session: AsyncSession, job_id: str, days: float, now: datetime) -> Job | None:
+async def _lock_if_still_ended(
+    session: AsyncSession, job_id: str, days: float, now: datetime
+) -> JobRow | None:
     """The job, locked, unless it was retried meanwhile."""
     job = await lock_job(session, job_id)
     if job is None or job.finished_at is None or not job.job_state.final:
@@ -414,7 +429,7 @@ async def _lock_if_still_ended(session: AsyncSession, job_id: str, days: float, 
 
 
 def _add_removal_event(
-    session: AsyncSession, job: Job, what: str, days: float, setting: str, now: datetime
+    session: AsyncSession, job: JobRow, what: str, days: float, setting: str, now: datetime
 ) -> None:
     message = f"{what} were removed {days:g} days after the end (SLOTLINE_KEEP_{setting}_DAYS)"
     add_event(session, job, "removed", message, at=now)
@@ -438,15 +453,15 @@ class StorageUsage:
 async def storage_usage_by_owner(session: AsyncSession, *, owner: str | None = None) -> list[StorageUsage]:
     """The usage of every owner with stored data (of `owner` alone if given), largest first."""
     usages: dict[str, StorageUsage] = {}
-    stored = select(Job.owner, func.count(), func.sum(Job.stored_bytes)).where(Job.stored_bytes > 0)
-    plans = select(SavedPlan.owner, func.sum(SavedPlan.size_bytes))
-    packages = select(PackageOwner.owner, func.sum(Package.size_bytes)).join(
-        Package, Package.digest == PackageOwner.digest
+    stored = select(JobRow.owner, func.count(), func.sum(JobRow.stored_bytes)).where(JobRow.stored_bytes > 0)
+    plans = select(SavedPlanRow.owner, func.sum(SavedPlanRow.size_bytes))
+    packages = select(PackageOwnerRow.owner, func.sum(PackageRow.size_bytes)).join(
+        PackageRow, PackageRow.digest == PackageOwnerRow.digest
     )
     for query, column, names in (
-        (stored, Job.owner, ("jobs", "storage_bytes")),
-        (plans, SavedPlan.owner, ("plan_bytes",)),
-        (packages, PackageOwner.owner, ("package_bytes",)),
+        (stored, JobRow.owner, ("jobs", "storage_bytes")),
+        (plans, SavedPlanRow.owner, ("plan_bytes",)),
+        (packages, PackageOwnerRow.owner, ("package_bytes",)),
     ):
         filtered = query if owner is None else query.where(column == owner)
         for name_of_owner, *sums in await session.execute(filtered.group_by(column)):
@@ -470,17 +485,23 @@ class StoredArtifact:
 async def stored_artifacts_of(session: AsyncSession, job_id: str) -> Sequence[StoredArtifact]:
     """The larger data of a job in the database: logs, post-mortems, its plan, measured timelines."""
     artifacts = []
-    sizes = func.coalesce(func.length(PostMortem.plan), 0) + func.coalesce(func.length(PostMortem.slots), 0)
-    bundles = select(Attempt.number, sizes, PostMortem.at).join(Attempt, Attempt.id == PostMortem.attempt_id)
-    for number, size, at in await session.execute(bundles.where(PostMortem.job_id == job_id)):
+    sizes = func.coalesce(func.length(PostMortemRow.plan), 0) + func.coalesce(
+        func.length(PostMortemRow.slots), 0
+    )
+    bundles = select(AttemptRow.number, sizes, PostMortemRow.at).join(
+        AttemptRow, AttemptRow.id == PostMortemRow.attempt_id
+    )
+    for number, size, at in await session.execute(bundles.where(PostMortemRow.job_id == job_id)):
         artifacts.append(StoredArtifact("postmortem", number, size, at))
-    logs = select(Attempt.number, func.length(Attempt.log), Attempt.finished_at)
-    for number, size, at in await session.execute(logs.where(Attempt.job_id == job_id, Attempt.log != "")):
+    logs = select(AttemptRow.number, func.length(AttemptRow.log), AttemptRow.finished_at)
+    for number, size, at in await session.execute(
+        logs.where(AttemptRow.job_id == job_id, AttemptRow.log != "")
+    ):
         artifacts.append(StoredArtifact("log", number, size, at))
-    plan = select(JobPlan.attempt, func.length(JobPlan.body), JobPlan.created_at)
-    for number, size, at in await session.execute(plan.where(JobPlan.job_id == job_id)):
+    plan = select(JobPlanRow.attempt, func.length(JobPlanRow.body), JobPlanRow.created_at)
+    for number, size, at in await session.execute(plan.where(JobPlanRow.job_id == job_id)):
         artifacts.append(StoredArtifact("plan", number, size, at))
-    steps = select(func.count(), func.max(Timeline.attempt)).where(Timeline.job_id == job_id)
+    steps = select(func.count(), func.max(TimelineRow.attempt)).where(TimelineRow.job_id == job_id)
     count, attempt = (await session.execute(steps)).one()
     if count:
         artifacts.append(StoredArtifact("timelines", attempt, None, None, count))
@@ -489,6 +510,6 @@ async def stored_artifacts_of(session: AsyncSession, job_id: str) -> Sequence[St
 
 async def package_size_and_time(session: AsyncSession, digest: str) -> tuple[int, datetime] | None:
     """Size in bytes and last upload of a package; None: it is not stored."""
-    query = select(Package.size_bytes, Package.created_at).where(Package.digest == digest)
+    query = select(PackageRow.size_bytes, PackageRow.created_at).where(PackageRow.digest == digest)
     row = (await session.execute(query)).first()
     return None if row is None else (row[0], row[1])

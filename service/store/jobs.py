@@ -28,7 +28,7 @@ from service.store.database import DATABASE_UNAVAILABLE, Database
 from service.store.events import add_audit
 from service.store.files import hold_for_resume
 from service.store.notifications import enqueue_deliveries
-from service.store.tables import WITHOUT_SPEC, Attempt, Job, JobLabel
+from service.store.tables import WITHOUT_SPEC, AttemptRow, JobLabelRow, JobRow
 from service.store.transitions import add_event, lock_job, move_job, new_event
 from worker.contract.reasons import Reason
 
@@ -36,7 +36,7 @@ from worker.contract.reasons import Reason
 class OtherClusterError(ValueError):
     """The job began on another cluster than the one that the queue belongs to."""
 
-    def __init__(self, job: Job, queue: str, cluster: str) -> None:
+    def __init__(self, job: JobRow, queue: str, cluster: str) -> None:
         super().__init__(
             f"job {job.id} began on cluster {job.began_on}, where its checkpoints and its device are, and queue {queue} "
             f"belongs to cluster {cluster}: move it to a queue of {job.began_on}, or cancel it and submit it anew"
@@ -46,7 +46,7 @@ class OtherClusterError(ValueError):
 class NotWaitingError(ValueError):
     """The job is not waiting in a queue, so its queue and priority are fixed."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: JobRow) -> None:
         super().__init__(
             f"job {job.id} is {job.state}, and only a job that waits can change its queue or priority"
         )
@@ -61,7 +61,7 @@ async def change_waiting_job(
     at: datetime,
     by: str = ANONYMOUS,
     cluster: str | None = None,
-) -> Job | None:
+) -> JobRow | None:
     """Move a waiting job to another queue or priority; it keeps its age. None: no such job. `by` is the principal.
 
     Raises NotWaitingError, and OtherClusterError for a job that began elsewhere than on the new queue's `cluster`
@@ -106,21 +106,21 @@ class JobFilter:
     until: datetime | None = None
 
 
-def apply_job_filter(query: Select[tuple[Job]], wanted: JobFilter) -> Select[tuple[Job]]:
+def apply_job_filter(query: Select[tuple[JobRow]], wanted: JobFilter) -> Select[tuple[JobRow]]:
     """The query restricted to jobs that pass the filter."""
     if wanted.states:
-        query = query.where(Job.state.in_(wanted.states))
+        query = query.where(JobRow.state.in_(wanted.states))
     if wanted.name is not None:
-        query = query.where(Job.name == wanted.name)
+        query = query.where(JobRow.name == wanted.name)
     for label in wanted.labels:
-        having = select(JobLabel.job_id).where(JobLabel.name == label.name)
+        having = select(JobLabelRow.job_id).where(JobLabelRow.name == label.name)
         if label.value is not None:
-            having = having.where(JobLabel.value == label.value)
-        query = query.where(Job.id.in_(having))
+            having = having.where(JobLabelRow.value == label.value)
+        query = query.where(JobRow.id.in_(having))
     if wanted.since is not None:
-        query = query.where(Job.created_at >= wanted.since)
+        query = query.where(JobRow.created_at >= wanted.since)
     if wanted.until is not None:
-        query = query.where(Job.created_at < wanted.until)
+        query = query.where(JobRow.created_at < wanted.until)
     return query
 
 
@@ -157,7 +157,7 @@ class NewJob:
     resumes: ResumedCheckpoint | None = None
 
 
-async def create_resuming_job(session: AsyncSession, new: NewJob) -> Job:
+async def create_resuming_job(session: AsyncSession, new: NewJob) -> JobRow:
     """Store a job that begins from another one's checkpoint, which stays until then.
 
     Raises StorageInUseError where that is being deleted, else as `create_jobs`.
@@ -167,7 +167,7 @@ async def create_resuming_job(session: AsyncSession, new: NewJob) -> Job:
     return job
 
 
-async def create_jobs(session: AsyncSession, new: Sequence[NewJob]) -> list[Job]:
+async def create_jobs(session: AsyncSession, new: Sequence[NewJob]) -> list[JobRow]:
     """Store jobs as QUEUED; the number of statements does not grow with theirs.
 
     Raises sqlalchemy's IntegrityError, and stores none, where an owner has used an idempotency key before.
@@ -186,7 +186,7 @@ async def create_jobs(session: AsyncSession, new: Sequence[NewJob]) -> list[Job]
         enqueue_deliveries(session, job, event)
     for job, new_job in zip(jobs, new, strict=True):
         session.add_all(
-            JobLabel(job_id=job.id, name=name, value=value) for name, value in new_job.spec.labels.items()
+            JobLabelRow(job_id=job.id, name=name, value=value) for name, value in new_job.spec.labels.items()
         )
         add_audit(session, new_job.owner, "job.submit", job.id, at=new_job.at, detail=job.name)
     return jobs
@@ -196,9 +196,9 @@ def _submitted_message(owner: str) -> str:
     return f"submitted by {owner}" if owner else "submitted"
 
 
-def _queued_job(new: NewJob) -> Job:
+def _queued_job(new: NewJob) -> JobRow:
     spec, key = new.spec, new.idempotency_key
-    return Job(
+    return JobRow(
         id="job-" + "".join(secrets.choice(_JOB_ID_ALPHABET) for _ in range(10)),
         name=spec.name,
         queue=spec.queue,
@@ -227,29 +227,31 @@ def _queued_job(new: NewJob) -> Job:
     )
 
 
-async def is_current(session: AsyncSession, attempt: Attempt) -> bool:
+async def is_current(session: AsyncSession, attempt: AttemptRow) -> bool:
     """True for the current attempt of its job; the job, with its long specification, is not loaded."""
-    query = select(Job.current_attempt).where(Job.id == attempt.job_id)
+    query = select(JobRow.current_attempt).where(JobRow.id == attempt.job_id)
     return (await session.execute(query)).scalar_one_or_none() == attempt.id
 
 
-async def find_job(session: AsyncSession, job_id: str) -> Job | None:
-    return await session.get(Job, job_id)
+async def find_job(session: AsyncSession, job_id: str) -> JobRow | None:
+    return await session.get(JobRow, job_id)
 
 
 async def owner_of(session: AsyncSession, job_id: str) -> str | None:
     """The principal that submitted the job; None: no such job. Loads no job, so that it can be locked afterwards."""
-    return (await session.execute(select(Job.owner).where(Job.id == job_id))).scalar_one_or_none()
+    return (await session.execute(select(JobRow.owner).where(JobRow.id == job_id))).scalar_one_or_none()
 
 
 async def queue_of(session: AsyncSession, job_id: str) -> str | None:
     """The queue of the job; loads no job, as `owner_of`."""
-    return (await session.execute(select(Job.queue).where(Job.id == job_id))).scalar_one_or_none()
+    return (await session.execute(select(JobRow.queue).where(JobRow.id == job_id))).scalar_one_or_none()
 
 
-async def find_by_idempotency_key(session: AsyncSession, key: str, *, owner: str = ANONYMOUS) -> Job | None:
+async def find_by_idempotency_key(
+    session: AsyncSession, key: str, *, owner: str = ANONYMOUS
+) -> JobRow | None:
     """The job that this owner submitted with this key."""
-    query = select(Job).where(Job.idempotency_key == scoped_idempotency_key(owner, key))
+    query = select(JobRow).where(JobRow.idempotency_key == scoped_idempotency_key(owner, key))
     return (await session.execute(query)).scalar_one_or_none()
 
 
@@ -272,26 +274,29 @@ async def list_jobs(
     limit: int = 50,
     after: PageKey | None = None,
     wanted: JobFilter = JobFilter(),
-) -> Sequence[Job]:
+) -> Sequence[JobRow]:
     """At most `limit` jobs after the page that ended with `after`, newest first, without their specifications."""
-    query: Select[tuple[Job]] = apply_job_filter(select(Job).options(WITHOUT_SPEC), wanted)
+    query: Select[tuple[JobRow]] = apply_job_filter(select(JobRow).options(WITHOUT_SPEC), wanted)
     if state is not None:
-        query = query.where(Job.state == state)
+        query = query.where(JobRow.state == state)
     if queue is not None:
-        query = query.where(Job.queue == queue)
+        query = query.where(JobRow.queue == queue)
     if owner is not None:
-        query = query.where(Job.owner == owner)
+        query = query.where(JobRow.owner == owner)
     if after is not None:
-        same_time = and_(Job.created_at == after.created_at, Job.id < after.job_id)
-        query = query.where(or_(Job.created_at < after.created_at, same_time))
-    query = query.order_by(Job.created_at.desc(), Job.id.desc()).limit(limit)
+        same_time = and_(JobRow.created_at == after.created_at, JobRow.id < after.job_id)
+        query = query.where(or_(JobRow.created_at < after.created_at, same_time))
+    query = query.order_by(JobRow.created_at.desc(), JobRow.id.desc()).limit(limit)
     return (await session.execute(query)).scalars().all()
 
 
-async def waiting_jobs(session: AsyncSession) -> list[Job]:
+async def waiting_jobs(session: AsyncSession) -> list[JobRow]:
     """Jobs that wait for accelerators, oldest first, without their specifications."""
     query = (
-        select(Job).options(WITHOUT_SPEC).where(Job.state.in_(WAITING_STATES)).order_by(Job.queued_at, Job.id)
+        select(JobRow)
+        .options(WITHOUT_SPEC)
+        .where(JobRow.state.in_(WAITING_STATES))
+        .order_by(JobRow.queued_at, JobRow.id)
     )
     return list((await session.execute(query)).scalars())
 
@@ -300,11 +305,13 @@ async def heterogeneous_mesh_sizes(session: AsyncSession, job_ids: Sequence[str]
     """Numbers of workers of each mesh, by job, for the jobs with heterogeneous meshes."""
     if not job_ids:
         return {}
-    query = select(Job.id, Job.spec["resources"]["workers"]).where(Job.id.in_(job_ids))
+    query = select(JobRow.id, JobRow.spec["resources"]["workers"]).where(JobRow.id.in_(job_ids))
     return {job_id: sizes for job_id, sizes in (await session.execute(query)).all() if sizes}
 
 
-async def cancel_job(session: AsyncSession, job_id: str, *, at: datetime, by: str = ANONYMOUS) -> Job | None:
+async def cancel_job(
+    session: AsyncSession, job_id: str, *, at: datetime, by: str = ANONYMOUS
+) -> JobRow | None:
     """Cancel a waiting job at once, or ask a running job to end; idempotent. None: no such job. `by` is the principal.
 
     Raises TransitionError for a job that has succeeded or failed.
@@ -337,7 +344,9 @@ async def cancel_job(session: AsyncSession, job_id: str, *, at: datetime, by: st
     return job
 
 
-async def retry_job(session: AsyncSession, job_id: str, *, at: datetime, by: str = ANONYMOUS) -> Job | None:
+async def retry_job(
+    session: AsyncSession, job_id: str, *, at: datetime, by: str = ANONYMOUS
+) -> JobRow | None:
     """Queue a failed or cancelled job again; it resumes from its last checkpoint. None: no such job.
 
     Raises TransitionError for a job that is not FAILED or CANCELLED.
@@ -362,7 +371,7 @@ _SUBMISSION_BATCH_JOBS = 50
 @dataclass(frozen=True)
 class _PendingSubmission:
     new: NewJob
-    stored: asyncio.Future[Job]
+    stored: asyncio.Future[JobRow]
 
 
 class SubmissionBatcher:
@@ -373,7 +382,7 @@ class SubmissionBatcher:
         self._pending: list[_PendingSubmission] = []
         self._storing: asyncio.Task[None] | None = None
 
-    async def store(self, new: NewJob) -> Job:
+    async def store(self, new: NewJob) -> JobRow:
         """Store and commit the job. Raises the database's error: IntegrityError for an idempotency key that was used."""
         submission = _PendingSubmission(new, asyncio.get_running_loop().create_future())
         self._pending.append(submission)

@@ -24,7 +24,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from service.settings.clusters import DEFAULT_CLUSTER
 from service.spec.principals import ANONYMOUS
 from service.store.database import upsert
-from service.store.tables import Attempt, Evaluation, Profile, Slot, Step, Timeline
+from service.store.tables import AttemptRow, EvaluationRow, ProfileRow, SlotRow, StepRow, TimelineRow
 
 StepCursor = tuple[int, int]
 """Number of the attempt, number of the step."""
@@ -47,22 +47,22 @@ class StepRecord:
     learning_rate: float | None = None
 
 
-async def record_steps(session: AsyncSession, attempt: Attempt, steps: Iterable[StepRecord]) -> None:
+async def record_steps(session: AsyncSession, attempt: AttemptRow, steps: Iterable[StepRecord]) -> None:
     rows = [{"job_id": attempt.job_id, "attempt": attempt.number, **vars(step)} for step in steps]
-    await upsert(session, Step, rows)
+    await upsert(session, StepRow, rows)
 
 
 async def steps_of(
     session: AsyncSession, job_id: str, *, after: int = -1, behind: StepCursor = (0, -1), limit: int = 1000
-) -> Sequence[Step]:
+) -> Sequence[StepRow]:
     """Steps numbered above `after` and behind the cursor `behind`, ordered by attempt, then step.
 
     An attempt that resumed from a checkpoint comes last, though an earlier attempt reached higher steps.
     """
     query = (
-        select(Step)
-        .where(Step.job_id == job_id, Step.step > after, tuple_(Step.attempt, Step.step) > behind)
-        .order_by(Step.attempt, Step.step)
+        select(StepRow)
+        .where(StepRow.job_id == job_id, StepRow.step > after, tuple_(StepRow.attempt, StepRow.step) > behind)
+        .order_by(StepRow.attempt, StepRow.step)
         .limit(limit)
     )
     return (await session.execute(query)).scalars().all()
@@ -74,26 +74,26 @@ async def last_recorded(session: AsyncSession, job_id: str) -> dict[str, int]:
         kind: -1
         if (last := await session.scalar(select(func.max(table.step)).where(table.job_id == job_id))) is None
         else last
-        for kind, table in (("steps", Step), ("evaluations", Evaluation))
+        for kind, table in (("steps", StepRow), ("evaluations", EvaluationRow))
     }
 
 
 async def losses_at(session: AsyncSession, job_id: str, steps: Sequence[int]) -> dict[int, float]:
     """The training losses of the steps that have a loss, by step."""
-    query = select(Step.step, Step.loss).where(
-        Step.job_id == job_id, Step.step.in_(steps), Step.loss.is_not(None)
+    query = select(StepRow.step, StepRow.loss).where(
+        StepRow.job_id == job_id, StepRow.step.in_(steps), StepRow.loss.is_not(None)
     )
     return {step: loss for step, loss in (await session.execute(query)).all()}
 
 
-async def find_step(session: AsyncSession, job_id: str, step: int) -> Step | None:
-    return await session.get(Step, (job_id, step))
+async def find_step(session: AsyncSession, job_id: str, step: int) -> StepRow | None:
+    return await session.get(StepRow, (job_id, step))
 
 
-async def last_steps(session: AsyncSession, job_id: str, attempt: int, *, limit: int) -> list[Step]:
+async def last_steps(session: AsyncSession, job_id: str, attempt: int, *, limit: int) -> list[StepRow]:
     """The last steps of this attempt that no later attempt repeated, in order."""
-    query = select(Step).where(Step.job_id == job_id, Step.attempt == attempt)
-    rows = await session.execute(query.order_by(Step.step.desc()).limit(limit))
+    query = select(StepRow).where(StepRow.job_id == job_id, StepRow.attempt == attempt)
+    rows = await session.execute(query.order_by(StepRow.step.desc()).limit(limit))
     return list(rows.scalars())[::-1]
 
 
@@ -110,24 +110,24 @@ class EvaluationRecord:
 
 
 async def record_evaluations(
-    session: AsyncSession, attempt: Attempt, evaluations: Iterable[EvaluationRecord]
+    session: AsyncSession, attempt: AttemptRow, evaluations: Iterable[EvaluationRecord]
 ) -> None:
     latest = {evaluation.step: evaluation for evaluation in evaluations}
     rows = [
         {"job_id": attempt.job_id, "attempt": attempt.number, **vars(evaluation)}
         for evaluation in latest.values()
     ]
-    await upsert(session, Evaluation, rows)
+    await upsert(session, EvaluationRow, rows)
 
 
 async def evaluations_of(
     session: AsyncSession, job_id: str, *, behind: StepCursor = (0, -1), limit: int = 1000
-) -> Sequence[Evaluation]:
+) -> Sequence[EvaluationRow]:
     """Evaluations behind the cursor `behind`, ordered by attempt, then step."""
     query = (
-        select(Evaluation)
-        .where(Evaluation.job_id == job_id, tuple_(Evaluation.attempt, Evaluation.step) > behind)
-        .order_by(Evaluation.attempt, Evaluation.step)
+        select(EvaluationRow)
+        .where(EvaluationRow.job_id == job_id, tuple_(EvaluationRow.attempt, EvaluationRow.step) > behind)
+        .order_by(EvaluationRow.attempt, EvaluationRow.step)
         .limit(limit)
     )
     return (await session.execute(query)).scalars().all()
@@ -181,17 +181,19 @@ async def record_driver_profile(
     prefix, limit = _model_prefix(spec, owner, cluster), _PROFILES_PER_MODEL
     if _LINKS_KEY.fullmatch(key):
         prefix, limit = _cluster_links_prefix(cluster), _LINK_PROFILES_LIMIT
-    same = Profile.key.startswith(prefix, autoescape=True)
-    newest = select(Profile.key).where(same).order_by(Profile.created_at.desc(), Profile.key).limit(limit)
-    await session.execute(delete(Profile).where(same, Profile.key.not_in(newest)))
+    same = ProfileRow.key.startswith(prefix, autoescape=True)
+    newest = (
+        select(ProfileRow.key).where(same).order_by(ProfileRow.created_at.desc(), ProfileRow.key).limit(limit)
+    )
+    await session.execute(delete(ProfileRow).where(same, ProfileRow.key.not_in(newest)))
 
 
 async def record_profile(session: AsyncSession, key: str, body: dict[str, Any], *, at: datetime) -> None:
-    await upsert(session, Profile, [{"key": key, "created_at": at, "body": body}])
+    await upsert(session, ProfileRow, [{"key": key, "created_at": at, "body": body}])
 
 
 async def find_profile(session: AsyncSession, key: str) -> dict[str, Any] | None:
-    profile = await session.get(Profile, key)
+    profile = await session.get(ProfileRow, key)
     return None if profile is None else profile.body
 
 
@@ -259,7 +261,7 @@ def _costs_key(digest: str, measured_by: str) -> str:
     return f"costs of {digest} by {measured_by}"
 
 
-_LATEST_TIMELINE_FIRST = (Timeline.attempt.desc(), Timeline.step.desc())
+_LATEST_TIMELINE_FIRST = (TimelineRow.attempt.desc(), TimelineRow.step.desc())
 """An attempt that resumes from a checkpoint has lower steps than the failed attempt before it."""
 
 
@@ -280,7 +282,7 @@ class SlotRecord(NamedTuple):
 
 async def record_timeline(
     session: AsyncSession,
-    attempt: Attempt,
+    attempt: AttemptRow,
     *,
     step: int,
     started_at: float,
@@ -292,7 +294,7 @@ async def record_timeline(
     job_id = attempt.job_id
     await _delete_timelines(session, job_id, [step])
     session.add(
-        Timeline(
+        TimelineRow(
             job_id=job_id,
             step=step,
             attempt=attempt.number,
@@ -303,7 +305,10 @@ async def record_timeline(
     await session.flush()
     await _insert_slots(session, [(job_id, step, *slot) for slot in slots])
     query = (
-        select(Timeline.step).where(Timeline.job_id == job_id).order_by(*_LATEST_TIMELINE_FIRST).offset(keep)
+        select(TimelineRow.step)
+        .where(TimelineRow.job_id == job_id)
+        .order_by(*_LATEST_TIMELINE_FIRST)
+        .offset(keep)
     )
     if old := (await session.execute(query)).scalars().all():
         await _delete_timelines(session, job_id, old)
@@ -316,28 +321,30 @@ async def profiled_steps(session: AsyncSession, job_id: str) -> Sequence[int]:
 
 async def profiled_attempt_steps(session: AsyncSession, job_id: str) -> Sequence[tuple[int, int]]:
     """(attempt, step) of the steps whose slots are stored, ordered by attempt, then step."""
-    query = select(Timeline.attempt, Timeline.step).where(Timeline.job_id == job_id)
-    rows = await session.execute(query.order_by(Timeline.attempt, Timeline.step))
+    query = select(TimelineRow.attempt, TimelineRow.step).where(TimelineRow.job_id == job_id)
+    rows = await session.execute(query.order_by(TimelineRow.attempt, TimelineRow.step))
     return [(attempt, step) for attempt, step in rows]
 
 
 async def find_timeline(
     session: AsyncSession, job_id: str, step: int | None
-) -> tuple[Timeline, list[SlotRecord]] | None:
+) -> tuple[TimelineRow, list[SlotRecord]] | None:
     """The measured timeline of `step` (None: the latest of the latest attempt), with its slots as reported."""
-    query = select(Timeline).where(Timeline.job_id == job_id).order_by(*_LATEST_TIMELINE_FIRST).limit(1)
+    query = select(TimelineRow).where(TimelineRow.job_id == job_id).order_by(*_LATEST_TIMELINE_FIRST).limit(1)
     if step is not None:
-        query = query.where(Timeline.step == step)
+        query = query.where(TimelineRow.step == step)
     timeline = (await session.execute(query)).scalar_one_or_none()
     if timeline is None:
         return None
-    columns = [getattr(Slot, name) for name in SlotRecord._fields]
-    slots = select(*columns).where(Slot.job_id == job_id, Slot.step == timeline.step).order_by(Slot.id)
+    columns = [getattr(SlotRow, name) for name in SlotRecord._fields]
+    slots = (
+        select(*columns).where(SlotRow.job_id == job_id, SlotRow.step == timeline.step).order_by(SlotRow.id)
+    )
     return timeline, [SlotRecord._make(row) for row in await session.execute(slots)]
 
 
 async def _delete_timelines(session: AsyncSession, job_id: str, steps: Sequence[int]) -> None:
-    for table in (Slot, Timeline):
+    for table in (SlotRow, TimelineRow):
         await session.execute(delete(table).where(table.job_id == job_id, table.step.in_(steps)))
 
 

@@ -19,7 +19,7 @@ from service.spec.states import (
     mark_in_force,
 )
 from service.store.events import add_audit
-from service.store.tables import WITHOUT_LOG, Attempt, NodeStateRow, PlacedMesh
+from service.store.tables import WITHOUT_LOG, AttemptRow, NodeStateRow, PlacedMeshRow
 from worker.contract.reasons import Reason
 
 LOSSES_TO_QUARANTINE = 2
@@ -85,15 +85,15 @@ async def set_ray_drains(
 
 
 async def record_node_failures(
-    session: AsyncSession, attempt: Attempt, node_ids: Collection[str], *, at: datetime
+    session: AsyncSession, attempt: AttemptRow, node_ids: Collection[str], *, at: datetime
 ) -> list[NodeMark]:
     """Record that nodes lost this (ended) attempt, and quarantine those that have lost LOSSES_TO_QUARANTINE of late, or this
     one by a fault of an accelerator.
 
     Attempts count for FAILURES_COUNT_FOR, and not those from before the node's state was set last. Returns what was set.
     """
-    placed = select(PlacedMesh).where(
-        PlacedMesh.attempt_id == attempt.id, PlacedMesh.node_id.in_(list(node_ids))
+    placed = select(PlacedMeshRow).where(
+        PlacedMeshRow.attempt_id == attempt.id, PlacedMeshRow.node_id.in_(list(node_ids))
     )
     names = dict[str, None]()
     for mesh in (await session.execute(placed)).scalars():
@@ -130,15 +130,15 @@ async def record_node_failures(
 
 async def _attempts_lost_on(
     session: AsyncSession, cluster: str, name: str, *, since: datetime
-) -> Sequence[Attempt]:
+) -> Sequence[AttemptRow]:
     """Attempts that ended after `since` by a failure that names the node, first to last."""
-    lost_here = select(PlacedMesh.attempt_id).where(
-        PlacedMesh.cluster == cluster, PlacedMesh.node == name, PlacedMesh.failed
+    lost_here = select(PlacedMeshRow.attempt_id).where(
+        PlacedMeshRow.cluster == cluster, PlacedMeshRow.node == name, PlacedMeshRow.failed
     )
     query = (
-        select(Attempt)
+        select(AttemptRow)
         .options(WITHOUT_LOG)
-        .where(Attempt.id.in_(lost_here), Attempt.finished_at > since)
-        .order_by(Attempt.finished_at, Attempt.id)
+        .where(AttemptRow.id.in_(lost_here), AttemptRow.finished_at > since)
+        .order_by(AttemptRow.finished_at, AttemptRow.id)
     )
     return (await session.execute(query)).scalars().all()

@@ -17,13 +17,13 @@ from sqlalchemy import select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.store.leases import LeaseTable
-from service.store.tables import Delivery, DeliveryState, Event, Job
+from service.store.tables import DeliveryRow, DeliveryState, EventRow, JobRow
 
 OPERATOR_WEBHOOK_KEY = "slotline_webhook"
 """Key of the operator's URL, if there is one, in the `info` of a session: it is notified of the end of every job."""
 
 
-def enqueue_deliveries(session: AsyncSession, job: Job, event: Event) -> None:
+def enqueue_deliveries(session: AsyncSession, job: JobRow, event: EventRow) -> None:
     """Store the deliveries of the job's new state, recorded as `event`; they are sent after the session's commit."""
     wanted: list[tuple[str, str | None]] = [
         (hook["url"], hook["secret"]) for hook in job.notifications or () if job.state in hook["states"]
@@ -33,7 +33,7 @@ def enqueue_deliveries(session: AsyncSession, job: Job, event: Event) -> None:
         wanted.append((operator, None))
     body = _delivery_body(job, event) if wanted else ""
     session.add_all(
-        Delivery(
+        DeliveryRow(
             id=f"msg_{secrets.token_hex(16)}",
             job_id=job.id,
             event=event.number,
@@ -51,7 +51,7 @@ def enqueue_deliveries(session: AsyncSession, job: Job, event: Event) -> None:
     )
 
 
-def _delivery_body(job: Job, event: Event) -> str:
+def _delivery_body(job: JobRow, event: EventRow) -> str:
     body: dict[str, Any] = {
         "type": "job.state",
         "timestamp": event.at.isoformat(),
@@ -73,7 +73,7 @@ def _delivery_body(job: Job, event: Event) -> str:
     return json.dumps(body)
 
 
-_CLAIMS = LeaseTable(Delivery, Delivery.id, Delivery.next_at, silence_limit=timedelta(0))
+_CLAIMS = LeaseTable(DeliveryRow, DeliveryRow.id, DeliveryRow.next_at, silence_limit=timedelta(0))
 """A delivery is held until its next try is due: a claim, and the pause before the next try, move that time."""
 
 
@@ -83,20 +83,20 @@ async def claim_due_deliveries(
     at: datetime,
     until: datetime,
     limit: int,
-) -> list[tuple[Delivery, str]]:
+) -> list[tuple[DeliveryRow, str]]:
     """Due deliveries, the longest due first, with the owner of each job, which no other process claims before `until`."""
-    pending = Delivery.state == DeliveryState.PENDING
-    due = select(Delivery.id).where(pending, ~_CLAIMS.is_held(at))
-    first = due.order_by(Delivery.next_at, Delivery.event, Delivery.id).limit(limit)
+    pending = DeliveryRow.state == DeliveryState.PENDING
+    due = select(DeliveryRow.id).where(pending, ~_CLAIMS.is_held(at))
+    first = due.order_by(DeliveryRow.next_at, DeliveryRow.event, DeliveryRow.id).limit(limit)
     claimed = [
         delivery_id
         for delivery_id in (await session.execute(first)).scalars()
         if await _CLAIMS.acquire(session, delivery_id, pending, now=at, next_at=until)
     ]
     query = (
-        select(Delivery, Job.owner)
-        .join(Job, Delivery.job_id == Job.id)
-        .where(Delivery.id.in_(claimed))
+        select(DeliveryRow, JobRow.owner)
+        .join(JobRow, DeliveryRow.job_id == JobRow.id)
+        .where(DeliveryRow.id.in_(claimed))
         .execution_options(populate_existing=True)
     )
     return [(delivery, owner) for delivery, owner in (await session.execute(query)).all()]
@@ -104,7 +104,7 @@ async def claim_due_deliveries(
 
 async def has_due_deliveries(session: AsyncSession, *, at: datetime) -> bool:
     """True if a delivery is due."""
-    query = select(Delivery.id).where(Delivery.state == DeliveryState.PENDING, ~_CLAIMS.is_held(at))
+    query = select(DeliveryRow.id).where(DeliveryRow.state == DeliveryState.PENDING, ~_CLAIMS.is_held(at))
     return (await session.execute(query.limit(1))).first() is not None
 
 
@@ -120,11 +120,11 @@ async def record_delivery_try(
 ) -> None:
     """Store the result of a try and the time of the next one."""
     change = (
-        update(Delivery)
-        .where(Delivery.id == delivery_id)
+        update(DeliveryRow)
+        .where(DeliveryRow.id == delivery_id)
         .values(
             state=state,
-            tries=Delivery.tries + 1,
+            tries=DeliveryRow.tries + 1,
             last_at=at,
             next_at=next_at,
             status=status,
@@ -136,7 +136,9 @@ async def record_delivery_try(
 
 async def deliveries_of(
     session: AsyncSession, job_id: str, *, skip: int = 0, limit: int = 500
-) -> Sequence[Delivery]:
+) -> Sequence[DeliveryRow]:
     """A job's deliveries in the order of its events, without the first `skip`."""
-    query = select(Delivery).where(Delivery.job_id == job_id).order_by(Delivery.event, Delivery.id)
+    query = (
+        select(DeliveryRow).where(DeliveryRow.job_id == job_id).order_by(DeliveryRow.event, DeliveryRow.id)
+    )
     return (await session.execute(query.offset(skip).limit(limit))).scalars().all()

@@ -20,7 +20,7 @@ from service.settings.settings import FOR_EVER
 from service.spec.states import FINAL_STATES
 from service.store.database import upsert
 from service.store.events import add_audit
-from service.store.tables import WITHOUT_PLAN_BODY, Attempt, Job, JobPlan, SavedPlan
+from service.store.tables import WITHOUT_PLAN_BODY, AttemptRow, JobPlanRow, JobRow, SavedPlanRow
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,14 @@ class TooManySavedPlansError(Exception):
     """The owner has the greatest number of saved plans that an owner may have; the message names it."""
 
 
-async def store_saved_plan(session: AsyncSession, new: NewSavedPlan, *, at: datetime, most: int) -> SavedPlan:
+async def store_saved_plan(
+    session: AsyncSession, new: NewSavedPlan, *, at: datetime, most: int
+) -> SavedPlanRow:
     """Store a plan. Raises TooManySavedPlansError, and sqlalchemy's IntegrityError for a name that the owner has used."""
-    count = select(func.count()).where(SavedPlan.owner == new.owner, SavedPlan.name.is_not(None))
+    count = select(func.count()).where(SavedPlanRow.owner == new.owner, SavedPlanRow.name.is_not(None))
     if (saved := (await session.execute(count)).scalar_one()) >= most:
         raise TooManySavedPlansError(f"{saved} plans are saved already, and an owner may save {most}")
-    plan = SavedPlan(
+    plan = SavedPlanRow(
         id=f"plan-{secrets.token_hex(8)}",
         created_at=at,
         used_at=at,
@@ -60,40 +62,40 @@ async def store_saved_plan(session: AsyncSession, new: NewSavedPlan, *, at: date
 
 async def find_saved_plan(
     session: AsyncSession, owner: str, name: str, *, whole: bool = True
-) -> SavedPlan | None:
+) -> SavedPlanRow | None:
     """The owner's plan of this name, without its long body unless `whole`."""
-    query = select(SavedPlan).where(SavedPlan.owner == owner, SavedPlan.name == name)
+    query = select(SavedPlanRow).where(SavedPlanRow.owner == owner, SavedPlanRow.name == name)
     if not whole:
         query = query.options(WITHOUT_PLAN_BODY[0])
     return (await session.execute(query)).scalar_one_or_none()
 
 
-async def saved_plan_by_id(session: AsyncSession, plan_id: str) -> SavedPlan | None:
+async def saved_plan_by_id(session: AsyncSession, plan_id: str) -> SavedPlanRow | None:
     """The plan with its body, also a deleted one that jobs still need."""
-    return await session.get(SavedPlan, plan_id)
+    return await session.get(SavedPlanRow, plan_id)
 
 
 async def list_saved_plans(
     session: AsyncSession, *, owner: str | None, after: str | None, limit: int
-) -> Sequence[SavedPlan]:
+) -> Sequence[SavedPlanRow]:
     """Plans without their bodies, ordered by id, with ids above `after`; of `owner`, or of all owners."""
-    query = select(SavedPlan).options(*WITHOUT_PLAN_BODY).where(SavedPlan.name.is_not(None))
+    query = select(SavedPlanRow).options(*WITHOUT_PLAN_BODY).where(SavedPlanRow.name.is_not(None))
     if owner is not None:
-        query = query.where(SavedPlan.owner == owner)
+        query = query.where(SavedPlanRow.owner == owner)
     if after is not None:
-        query = query.where(SavedPlan.id > after)
-    return (await session.execute(query.order_by(SavedPlan.id).limit(limit))).scalars().all()
+        query = query.where(SavedPlanRow.id > after)
+    return (await session.execute(query.order_by(SavedPlanRow.id).limit(limit))).scalars().all()
 
 
 async def mark_saved_plan_used(session: AsyncSession, plan_id: str, *, at: datetime) -> None:
     """Record the time at which a job was submitted with the plan."""
-    await session.execute(update(SavedPlan).where(SavedPlan.id == plan_id).values(used_at=at))
+    await session.execute(update(SavedPlanRow).where(SavedPlanRow.id == plan_id).values(used_at=at))
 
 
 async def delete_saved_plan(session: AsyncSession, owner: str, name: str, *, by: str, at: datetime) -> bool:
     """Take the plan's name away; its row is deleted when no job needs it. Returns whether the plan existed."""
-    same = (SavedPlan.owner == owner, SavedPlan.name == name)
-    unnamed = await session.execute(update(SavedPlan).where(*same).values(name=None))
+    same = (SavedPlanRow.owner == owner, SavedPlanRow.name == name)
+    unnamed = await session.execute(update(SavedPlanRow).where(*same).values(name=None))
     if unnamed.rowcount:
         add_audit(session, by, "plan.remove", name, at=at, detail="" if by == owner else f"of {owner}")
     return unnamed.rowcount > 0
@@ -106,20 +108,20 @@ async def delete_unused_saved_plans(
 
     A job needs its plan until it has ended, and as long as its history is kept, since it may be retried.
     """
-    needing = Job.state.not_in(FINAL_STATES)
+    needing = JobRow.state.not_in(FINAL_STATES)
     if history_days == FOR_EVER:
-        needing = Job.id.is_not(None)
+        needing = JobRow.id.is_not(None)
     else:
-        needing = or_(needing, Job.finished_at >= at - timedelta(days=history_days))
-    unneeded = ~exists().where(Job.saved_plan_id == SavedPlan.id, needing)
-    old = SavedPlan.name.is_(None)
+        needing = or_(needing, JobRow.finished_at >= at - timedelta(days=history_days))
+    unneeded = ~exists().where(JobRow.saved_plan_id == SavedPlanRow.id, needing)
+    old = SavedPlanRow.name.is_(None)
     if unused_days != FOR_EVER:
-        old = or_(old, SavedPlan.used_at < at - timedelta(days=unused_days))
-    await session.execute(delete(SavedPlan).where(old, unneeded))
+        old = or_(old, SavedPlanRow.used_at < at - timedelta(days=unused_days))
+    await session.execute(delete(SavedPlanRow).where(old, unneeded))
 
 
 async def record_job_plan(
-    session: AsyncSession, attempt: Attempt, body: str, *, at: datetime, since_step: int | None = None
+    session: AsyncSession, attempt: AttemptRow, body: str, *, at: datetime, since_step: int | None = None
 ) -> None:
     """Store `body`, JSON with begins, spec and plan, as the job's current plan; `since_step` is the first step that ran by
     it, where it was swapped in."""
@@ -130,8 +132,8 @@ async def record_job_plan(
         "body": body,
         "since_step": since_step,
     }
-    await upsert(session, JobPlan, [row])
+    await upsert(session, JobPlanRow, [row])
 
 
-async def find_job_plan(session: AsyncSession, job_id: str) -> JobPlan | None:
-    return await session.get(JobPlan, job_id)
+async def find_job_plan(session: AsyncSession, job_id: str) -> JobPlanRow | None:
+    return await session.get(JobPlanRow, job_id)

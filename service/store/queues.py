@@ -20,7 +20,7 @@ from service.spec.states import (
 )
 from service.store.database import Database
 from service.store.events import add_audit
-from service.store.tables import Attempt, Job, QueueQuota
+from service.store.tables import AttemptRow, JobRow, QueueQuotaRow
 from worker.contract.reasons import Cause, cause_of
 
 
@@ -42,11 +42,15 @@ async def count_jobs_and_attempts(database: Database, queues: tuple[str, ...] = 
     depth = dict.fromkeys(queues, 0)
     causes = dict.fromkeys(("succeeded", "cancelled", *map(str, Cause)), 0)
     async with database.read() as session:
-        by_state = select(Job.state, func.count()).group_by(Job.state)
+        by_state = select(JobRow.state, func.count()).group_by(JobRow.state)
         jobs.update({state: number for state, number in (await session.execute(by_state)).all()})
-        waiting = select(Job.queue, func.count()).where(Job.state.in_(WAITING_STATES)).group_by(Job.queue)
+        waiting = (
+            select(JobRow.queue, func.count()).where(JobRow.state.in_(WAITING_STATES)).group_by(JobRow.queue)
+        )
         depth.update({queue: number for queue, number in (await session.execute(waiting)).all()})
-        ended = select(Attempt.state, Attempt.reason, func.count()).group_by(Attempt.state, Attempt.reason)
+        ended = select(AttemptRow.state, AttemptRow.reason, func.count()).group_by(
+            AttemptRow.state, AttemptRow.reason
+        )
         for state, reason, number in (await session.execute(ended)).all():
             if AttemptState(state).final:
                 cause = str(cause_of(reason)) if state == AttemptState.FAILED else state.lower()
@@ -61,17 +65,17 @@ async def effective_quotas(
     session: AsyncSession, configured: Mapping[str, int | None]
 ) -> dict[str, int | None]:
     """The quota of each configured queue: an operator's, else the configured one; None: unlimited."""
-    by_operators = (await session.execute(select(QueueQuota.queue, QueueQuota.quota))).all()
+    by_operators = (await session.execute(select(QueueQuotaRow.queue, QueueQuotaRow.quota))).all()
     return {**configured, **{queue: quota for queue, quota in by_operators if queue in configured}}
 
 
 async def set_quota(session: AsyncSession, queue: str, quota: int | None, *, at: datetime, by: str) -> None:
     """Set the quota for every control plane of the database, until it is set again or reset."""
-    await session.merge(QueueQuota(queue=queue, quota=quota, set_at=at))
+    await session.merge(QueueQuotaRow(queue=queue, quota=quota, set_at=at))
     add_audit(session, by, "queue.quota", queue, at=at, detail="none" if quota is None else str(quota))
 
 
 async def reset_quota(session: AsyncSession, queue: str, *, at: datetime, by: str) -> None:
     """Delete an operator's quota, so that the configured one applies again."""
-    await session.execute(delete(QueueQuota).where(QueueQuota.queue == queue))
+    await session.execute(delete(QueueQuotaRow).where(QueueQuotaRow.queue == queue))
     add_audit(session, by, "queue.quota", queue, at=at, detail="as configured")

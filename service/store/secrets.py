@@ -27,7 +27,7 @@ from service.settings.settings import Settings
 from service.spec.principals import Principal, Role
 from service.store.database import upsert
 from service.store.events import add_audit
-from service.store.tables import ApiToken, Secret
+from service.store.tables import ApiTokenRow, SecretRow
 
 KEY_FILE = "secrets.key"
 
@@ -101,18 +101,18 @@ class MissingSecretError(Exception):
 
 async def store_secret(session: AsyncSession, owner: str, name: str, sealed: str, *, at: datetime) -> None:
     """Store a sealed secret under its name; an earlier one is replaced."""
-    await upsert(session, Secret, [{"owner": owner, "name": name, "sealed": sealed, "set_at": at}])
+    await upsert(session, SecretRow, [{"owner": owner, "name": name, "sealed": sealed, "set_at": at}])
     add_audit(session, owner, "secret.set", name, at=at)
 
 
-async def list_secrets(session: AsyncSession, owner: str) -> Sequence[Secret]:
-    query = select(Secret).where(Secret.owner == owner).order_by(Secret.name)
+async def list_secrets(session: AsyncSession, owner: str) -> Sequence[SecretRow]:
+    query = select(SecretRow).where(SecretRow.owner == owner).order_by(SecretRow.name)
     return (await session.execute(query)).scalars().all()
 
 
 async def delete_secret(session: AsyncSession, owner: str, name: str, *, at: datetime) -> bool:
     """Delete the secret; returns whether it existed."""
-    query = delete(Secret).where(Secret.owner == owner, Secret.name == name)
+    query = delete(SecretRow).where(SecretRow.owner == owner, SecretRow.name == name)
     existed = (await session.execute(query)).rowcount > 0
     if existed:
         add_audit(session, owner, "secret.remove", name, at=at)
@@ -167,8 +167,8 @@ def token_digest(token: str) -> str:
 
 async def find_token(session: AsyncSession, digest: str, *, at: datetime) -> Principal | None:
     """The principal whose token has this digest and is valid at this time; None: there is no such token."""
-    is_valid = or_(ApiToken.expires_at.is_(None), ApiToken.expires_at > at)
-    query = select(ApiToken).where(ApiToken.digest == digest, is_valid)
+    is_valid = or_(ApiTokenRow.expires_at.is_(None), ApiTokenRow.expires_at > at)
+    query = select(ApiTokenRow).where(ApiTokenRow.digest == digest, is_valid)
     token = (await session.execute(query)).scalar_one_or_none()
     if token is None or not hmac.compare_digest(token.digest, digest):
         return None
@@ -177,8 +177,8 @@ async def find_token(session: AsyncSession, digest: str, *, at: datetime) -> Pri
     return Principal(token.name, Role(token.role))
 
 
-async def list_tokens(session: AsyncSession) -> Sequence[ApiToken]:
-    return (await session.execute(select(ApiToken).order_by(ApiToken.name))).scalars().all()
+async def list_tokens(session: AsyncSession) -> Sequence[ApiTokenRow]:
+    return (await session.execute(select(ApiTokenRow).order_by(ApiTokenRow.name))).scalars().all()
 
 
 async def store_token(
@@ -190,9 +190,9 @@ async def store_token(
     by: str,
     at: datetime,
     expires_at: datetime | None = None,
-) -> ApiToken:
+) -> ApiTokenRow:
     """Store a token, made by `by`, under a new name. Raises sqlalchemy's IntegrityError where the name is taken."""
-    token = ApiToken(name=name, role=role, digest=digest, created_at=at, expires_at=expires_at)
+    token = ApiTokenRow(name=name, role=role, digest=digest, created_at=at, expires_at=expires_at)
     session.add(token)
     await session.flush()
     until = "for ever" if expires_at is None else f"until {expires_at.isoformat()}"
@@ -202,7 +202,7 @@ async def store_token(
 
 async def delete_token(session: AsyncSession, name: str, *, by: str, at: datetime) -> bool:
     """Revoke the token; returns whether it existed."""
-    existed = (await session.execute(delete(ApiToken).where(ApiToken.name == name))).rowcount > 0
+    existed = (await session.execute(delete(ApiTokenRow).where(ApiTokenRow.name == name))).rowcount > 0
     if existed:
         add_audit(session, by, "token.revoke", name, at=at)
     return existed

@@ -12,13 +12,13 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.observability.tracing import Span, attempt_context, derived_span, exporting, record_span
 from service.spec.states import AttemptState, JobState
-from service.store.tables import Attempt, Job
+from service.store.tables import AttemptRow, JobRow
 from worker.contract.logs import TraceParent
 
 _PENDING_SPANS_KEY = "slotline_spans"
 
 
-def add_job_span(session: AsyncSession, job: Job, *, at: datetime) -> None:
+def add_job_span(session: AsyncSession, job: JobRow, *, at: datetime) -> None:
     """Add the span of a job that has ended, from its submission on; a retried job gets another at its next end."""
     if (request := _submission_context(job)) is None:
         return
@@ -42,7 +42,7 @@ def add_job_span(session: AsyncSession, job: Job, *, at: datetime) -> None:
     )
 
 
-def add_attempt_span(session: AsyncSession, job: Job, attempt: Attempt, *, at: datetime) -> None:
+def add_attempt_span(session: AsyncSession, job: JobRow, attempt: AttemptRow, *, at: datetime) -> None:
     """Add the span of an attempt that has ended, also of one whose driver was killed before it reported."""
     if (request := _submission_context(job)) is None:
         return
@@ -66,11 +66,11 @@ def add_attempt_span(session: AsyncSession, job: Job, attempt: Attempt, *, at: d
     )
 
 
-async def add_wait_span(session: AsyncSession, job: Job, *, until: datetime) -> None:
+async def add_wait_span(session: AsyncSession, job: JobRow, *, until: datetime) -> None:
     """Add the span of a job's wait for accelerators, from its submission, its retry or the end of its last attempt."""
     if (request := _submission_context(job)) is None:
         return
-    before = await session.get(Attempt, f"{job.id}-{job.attempts_made - 1}")
+    before = await session.get(AttemptRow, f"{job.id}-{job.attempts_made - 1}")
     since = job.queued_at
     if before is not None and before.finished_at is not None:
         since = max(since, before.finished_at)
@@ -91,7 +91,7 @@ async def add_wait_span(session: AsyncSession, job: Job, *, until: datetime) -> 
     )
 
 
-def record_submission_span(job: Job, attempt: Attempt, started_at: float, ended_at: float) -> None:
+def record_submission_span(job: JobRow, attempt: AttemptRow, started_at: float, ended_at: float) -> None:
     """Export the span of the submission of an attempt's driver to Ray; times are Unix seconds."""
     if (context := attempt_context(job.traceparent, attempt.id)) is not None and exporting():
         attributes = {**_job_attributes(job), "slotline.attempt": attempt.number}
@@ -108,16 +108,16 @@ def record_pending_spans(session: AsyncSession) -> None:
         record_span(span)
 
 
-def _submission_context(job: Job) -> TraceParent | None:
+def _submission_context(job: JobRow) -> TraceParent | None:
     return TraceParent.read(job.traceparent) if exporting() else None
 
 
-def _job_context(job: Job, request: TraceParent) -> TraceParent:
+def _job_context(job: JobRow, request: TraceParent) -> TraceParent:
     """The context of the job's span up to its next end; a retry begins another span."""
     return derived_span(request, f"{job.id} {job.attempts_forgiven}")
 
 
-def _job_attributes(job: Job) -> dict[str, str]:
+def _job_attributes(job: JobRow) -> dict[str, str]:
     return {"slotline.job": job.id, "slotline.name": job.name}
 
 

@@ -61,7 +61,7 @@ class Base(DeclarativeBase):
     type_annotation_map = {datetime: UtcDateTime, dict[str, Any]: JSON}  # noqa: RUF012
 
 
-class Job(Base):
+class JobRow(Base):
     __tablename__ = "jobs"
     __table_args__ = (
         Index("ix_jobs_created", "created_at", "id"),
@@ -154,11 +154,11 @@ class Job(Base):
         return JobState(self.state)
 
 
-WITHOUT_SPEC = defer(Job.spec, raiseload=True)
+WITHOUT_SPEC = defer(JobRow.spec, raiseload=True)
 """Option of queries that load thousands of jobs; access to the specification of such a job raises."""
 
 
-class Attempt(Base):
+class AttemptRow(Base):
     __tablename__ = "attempts"
     __table_args__ = (UniqueConstraint("job_id", "number"), Index("ix_attempts_state", "state"))
 
@@ -197,11 +197,11 @@ class Attempt(Base):
         return AttemptState(self.state)
 
 
-WITHOUT_LOG = defer(Attempt.log, raiseload=True)
+WITHOUT_LOG = defer(AttemptRow.log, raiseload=True)
 """Option of queries that need no logs, which are long."""
 
 
-class JobLabel(Base):
+class JobLabelRow(Base):
     """A label of a job, for filters."""
 
     __tablename__ = "job_labels"
@@ -212,7 +212,7 @@ class JobLabel(Base):
     value: Mapped[str] = mapped_column(String(63))
 
 
-class Event(Base):
+class EventRow(Base):
     __tablename__ = "events"
 
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
@@ -225,7 +225,7 @@ class Event(Base):
     """The principal who asked for it, if anybody did."""
 
 
-class Step(Base):
+class StepRow(Base):
     __tablename__ = "steps"
 
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
@@ -244,7 +244,7 @@ class Step(Base):
     """Metrics that the loss function returned, by name."""
 
 
-class Evaluation(Base):
+class EvaluationRow(Base):
     """Loss and metrics on the job's evaluation data after a step, or before the first (step 0)."""
 
     __tablename__ = "evaluations"
@@ -259,7 +259,7 @@ class Evaluation(Base):
     started_at: Mapped[float | None]
 
 
-class JobPlan(Base):
+class JobPlanRow(Base):
     __tablename__ = "plans"
 
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
@@ -271,7 +271,7 @@ class JobPlan(Base):
     """The first step that ran by it, where it was swapped in while the attempt ran."""
 
 
-class Timeline(Base):
+class TimelineRow(Base):
     __tablename__ = "timelines"
 
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
@@ -281,7 +281,7 @@ class Timeline(Base):
     uncertainty_s: Mapped[float | None]
 
 
-class PostMortem(Base):
+class PostMortemRow(Base):
     """Plan and slots of the last profiled step of a failed attempt, which later attempts would replace."""
 
     __tablename__ = "post_mortems"
@@ -296,7 +296,7 @@ class PostMortem(Base):
     """JSON: a list of objects."""
 
 
-class Slot(Base):
+class SlotRow(Base):
     __tablename__ = "slots"
     __table_args__ = (Index("ix_slots_job_step", "job_id", "step"),)
 
@@ -317,7 +317,7 @@ class Slot(Base):
     end_s: Mapped[float]
 
 
-class Profile(Base):
+class ProfileRow(Base):
     __tablename__ = "profiles"
 
     key: Mapped[str] = mapped_column(String(300), primary_key=True)
@@ -325,7 +325,7 @@ class Profile(Base):
     body: Mapped[dict[str, Any]]
 
 
-class Package(Base):
+class PackageRow(Base):
     __tablename__ = "packages"
 
     digest: Mapped[str] = mapped_column(String(64), primary_key=True)
@@ -334,7 +334,7 @@ class Package(Base):
     content: Mapped[bytes] = mapped_column(LargeBinary)
 
 
-class PackageOwner(Base):
+class PackageOwnerRow(Base):
     """An uploader of a package; each of them may use it."""
 
     __tablename__ = "package_owners"
@@ -343,7 +343,7 @@ class PackageOwner(Base):
     owner: Mapped[str] = mapped_column(String(200), primary_key=True)
 
 
-class ApiToken(Base):
+class ApiTokenRow(Base):
     __tablename__ = "tokens"
 
     name: Mapped[str] = mapped_column(String(100), primary_key=True)
@@ -353,7 +353,7 @@ class ApiToken(Base):
     expires_at: Mapped[datetime | None]
 
 
-class Secret(Base):
+class SecretRow(Base):
     __tablename__ = "secrets"
 
     owner: Mapped[str] = mapped_column(String(200), primary_key=True)
@@ -363,7 +363,7 @@ class Secret(Base):
     set_at: Mapped[datetime]
 
 
-class AuditEntry(Base):
+class AuditEntryRow(Base):
     __tablename__ = "audit"
 
     number: Mapped[int] = mapped_column(
@@ -376,7 +376,7 @@ class AuditEntry(Base):
     detail: Mapped[str] = mapped_column(Text, default="")
 
 
-class QueueQuota(Base):
+class QueueQuotaRow(Base):
     __tablename__ = "queue_quotas"
 
     queue: Mapped[str] = mapped_column(String(100), primary_key=True)
@@ -401,7 +401,7 @@ class NodeStateRow(Base):
     until: Mapped[datetime | None]
 
 
-class PlacedMesh(Base):
+class PlacedMeshRow(Base):
     """The workers of a mesh of an attempt on one node."""
 
     __tablename__ = "placements"
@@ -451,7 +451,7 @@ class TaskRow(Base):
     failure: Mapped[str | None] = mapped_column(Text)
 
 
-class SavedPlan(Base):
+class SavedPlanRow(Base):
     """A plan that a user stored under a name. Jobs refer to its id, so a deleted plan stays for jobs submitted with it."""
 
     __tablename__ = "named_plans"
@@ -476,11 +476,11 @@ class SavedPlan(Base):
     """JSON as in `plans`, with the additions of the preview."""
 
 
-WITHOUT_PLAN_BODY = (defer(SavedPlan.body, raiseload=True), defer(SavedPlan.made_for, raiseload=True))
+WITHOUT_PLAN_BODY = (defer(SavedPlanRow.body, raiseload=True), defer(SavedPlanRow.made_for, raiseload=True))
 """Options of queries for lists, as plans are long."""
 
 
-class StorageUse(Base):
+class StorageUseRow(Base):
     """A lease to read or to delete saved files of a job; the two exclude each other over all replicas."""
 
     __tablename__ = "storage_uses"
@@ -499,7 +499,7 @@ class DeliveryState(StrEnum):
     GIVEN_UP = "GIVEN_UP"
 
 
-class Delivery(Base):
+class DeliveryRow(Base):
     __tablename__ = "deliveries"
     __table_args__ = (
         Index("ix_deliveries_due", "state", "next_at"),

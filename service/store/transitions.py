@@ -17,31 +17,39 @@ from service.spec.states import TRANSITIONS, AttemptState, JobState
 from service.spec.values import storable_text
 from service.store.notifications import enqueue_deliveries
 from service.store.spans import add_job_span
-from service.store.tables import WITHOUT_SPEC, Attempt, Event, Job
+from service.store.tables import WITHOUT_SPEC, AttemptRow, EventRow, JobRow
 
 
 class TransitionError(ValueError):
     """The job's state has no transition to the requested state."""
 
-    def __init__(self, job: Job, to: JobState) -> None:
+    def __init__(self, job: JobRow, to: JobState) -> None:
         super().__init__(f"job {job.id} is {job.state} and cannot become {to}")
         self.state = job.job_state
 
 
-async def lock_job(session: AsyncSession, job_id: str) -> Job | None:
+async def lock_job(session: AsyncSession, job_id: str) -> JobRow | None:
     """The job, locked until the session ends, so that its event numbers have no gaps or doubles; None: no such job."""
-    return (await session.execute(select(Job).where(Job.id == job_id).with_for_update())).scalar_one_or_none()
+    return (
+        await session.execute(select(JobRow).where(JobRow.id == job_id).with_for_update())
+    ).scalar_one_or_none()
 
 
-async def lock_jobs(session: AsyncSession, job_ids: Sequence[str]) -> Sequence[Job]:
+async def lock_jobs(session: AsyncSession, job_ids: Sequence[str]) -> Sequence[JobRow]:
     """The jobs that exist, without specifications, locked in the order of their ids, so that two sessions never deadlock."""
-    query = select(Job).options(WITHOUT_SPEC).where(Job.id.in_(job_ids)).order_by(Job.id).with_for_update()
+    query = (
+        select(JobRow)
+        .options(WITHOUT_SPEC)
+        .where(JobRow.id.in_(job_ids))
+        .order_by(JobRow.id)
+        .with_for_update()
+    )
     return (await session.execute(query)).scalars().all()
 
 
 def move_job(
     session: AsyncSession,
-    job: Job,
+    job: JobRow,
     to: JobState,
     *,
     at: datetime,
@@ -66,7 +74,7 @@ def move_job(
     enqueue_deliveries(session, job, event)
 
 
-def explain_wait(session: AsyncSession, job: Job, reason: str, message: str, *, at: datetime) -> None:
+def explain_wait(session: AsyncSession, job: JobRow, reason: str, message: str, *, at: datetime) -> None:
     """Record why a queued job waits; an event only when the reason changes, not for each new message."""
     if job.reason != reason:
         add_event(session, job, "waiting", message, at=at)
@@ -74,7 +82,7 @@ def explain_wait(session: AsyncSession, job: Job, reason: str, message: str, *, 
 
 
 def move_attempt(
-    attempt: Attempt,
+    attempt: AttemptRow,
     to: AttemptState,
     *,
     at: datetime,
@@ -92,7 +100,7 @@ def move_attempt(
 
 def add_event(
     session: AsyncSession,
-    job: Job,
+    job: JobRow,
     kind: str,
     message: str,
     *,
@@ -105,11 +113,11 @@ def add_event(
 
 
 def new_event(
-    job: Job, kind: str, message: str, *, at: datetime, attempt: int | None = None, by: str | None = None
-) -> Event:
+    job: JobRow, kind: str, message: str, *, at: datetime, attempt: int | None = None, by: str | None = None
+) -> EventRow:
     """An event under the job's next number, for the session in which the job is locked or new."""
     job.last_event += 1
-    return Event(
+    return EventRow(
         job_id=job.id,
         number=job.last_event,
         at=at,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
-from service.scheduler.job.heterogeneous import MeshParallelism, reshard_tensor
+from service.scheduler.job.heterogeneous import MeshGroups, reshard_tensor
 from service.scheduler.problem.spec import NetworkSpec
 from service.scheduler.resharding.layout import Layout, Links, Tensor, mesh_layout
 from service.scheduler.resharding.resharding import (
@@ -26,10 +26,10 @@ from service.scheduler.resharding.resharding import (
     plan_resharding,
     plan_send_and_receive,
 )
-from service.scheduler.resharding.resharding_plan import ReshardingPlan
+from service.scheduler.resharding.resharding_plan import PlannedResharding
 from tests.benchmarks.overlap_net import Network, network, why_not
 
-Planner = Callable[[Tensor, Layout, Layout, Links], ReshardingPlan]
+Planner = Callable[[Tensor, Layout, Layout, Links], PlannedResharding]
 
 PLANNERS: Mapping[str, Planner] = {
     "planned": plan_resharding,
@@ -38,13 +38,13 @@ PLANNERS: Mapping[str, Planner] = {
 }
 
 
-def _as_a_job(tensor: Tensor, source: Layout, target: Layout, links: Links) -> ReshardingPlan:
+def _as_a_job(tensor: Tensor, source: Layout, target: Layout, links: Links) -> PlannedResharding:
     """Between meshes of (hosts, data, tensor), by the link that is measured between the first workers of both."""
     hosts, data, shared = source.mesh
     assert source.mesh == target.mesh and hosts == 1
     sides = (
-        MeshParallelism(source.name, data, shared, source.hosts),
-        MeshParallelism(target.name, data, shared, target.hosts),
+        MeshGroups(source.name, data, shared, source.hosts),
+        MeshGroups(target.name, data, shared, target.hosts),
     )
     part = (tensor.shape[0] // data, *tensor.shape[1:])
     network = NetworkSpec(bandwidth_bytes_per_s=links.card_bytes_per_s, latency_s=links.latency_s)
@@ -181,7 +181,7 @@ def _read(store, key: str):
     return json.loads(store.get(key))
 
 
-def _print(case: Case, way: str, plan: ReshardingPlan, measured_s: float) -> None:
+def _print(case: Case, way: str, plan: PlannedResharding, measured_s: float) -> None:
     print(
         f"| {case.name} | {way} | {len(plan.messages)} | {plan.makespan_s:.3f} | {measured_s:.3f} "
         f"| {measured_s / plan.makespan_s:.2f} | {measured_s / plan.lower_bound_s:.2f} |",

@@ -113,13 +113,13 @@ class _Seeing:
 
     def __init__(self, run: Any, url: str) -> None:
         from worker.contract.logs import TraceParent
-        from worker.driver.control_plane_client import ControlPlane
+        from worker.driver.control_plane_client import ControlPlaneClient
         from worker.driver.metrics import DriverMetrics, ModelFlops
         from worker.driver.reporter import Reporter, Spans
 
         self.run, self.parts, self.steps = run, _Parts(), 0
         self.plan = run.planned
-        self.control = ControlPlane(url, "attempt", "token")
+        self.control = ControlPlaneClient(url, "attempt", "token")
         report = self.control.report
 
         def timed(body: Any) -> Any:

@@ -24,7 +24,7 @@ from service.spec.states import AttemptState, JobState
 from service.store import transitions
 from service.store.attempts import create_attempt
 from service.store.database import Database, utc_now
-from service.store.tables import Job, JobPlan
+from service.store.tables import JobPlanRow, JobRow
 from tests.dashboards.live import BOARDS, ROOT, Server, dashboard_queries, prometheus, wait_for_data
 from tests.polling import until
 from tests.service.api.pages.seed import SLOWER, Site, job_spec, seeded_site
@@ -136,12 +136,12 @@ async def _save_and_size(data: Path, site: Site) -> None:
     """The running job saves checkpoints, and its plan knows what its transfers carry."""
     database = Database(Settings(data_dir=data).sqlalchemy_url)
     async with database.write() as session:
-        job = await session.get(Job, site.running)
+        job = await session.get(JobRow, site.running)
         checkpoint = {"uri": "/runs", "every_steps": 50, "keep": 2}
         await session.execute(
-            update(Job).where(Job.id == job.id).values(spec={**job.spec, "checkpoint": checkpoint})
+            update(JobRow).where(JobRow.id == job.id).values(spec={**job.spec, "checkpoint": checkpoint})
         )
-        plan = await session.get(JobPlan, site.running)
+        plan = await session.get(JobPlanRow, site.running)
         body = json.loads(plan.body)
         for edge in body["spec"]["edges"]:
             edge |= {"forward_bytes": LINK_BYTES, "backward_bytes": LINK_BYTES}

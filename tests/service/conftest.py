@@ -18,11 +18,11 @@ import pytest
 from sqlalchemy import make_url, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.orchestrator.planning.pool import Planner
+from service.orchestrator.planning.pool import PlannerPool
 from service.spec.job import JobSpec
 from service.store.database import Database
 from service.store.jobs import NewJob, create_jobs
-from service.store.tables import Job
+from service.store.tables import JobRow
 from tests.missing import leave_out
 from tests.service.postgres import is_installed, private_postgres
 
@@ -62,7 +62,7 @@ async def somebody_waits(database: Database, tasks: Sequence[asyncio.Task]) -> N
             await asyncio.sleep(0.005)
 
 
-class PlannerThatKeepsProcesses(Planner):
+class PlannerThatKeepsProcesses(PlannerPool):
     """A control plane's planner that takes the idle processes of one that was closed before and leaves its own to the
     next: a process takes longer to import the scheduler than most tests take. Only in the main thread: a planning process
     dies with the thread that started it."""
@@ -182,7 +182,7 @@ async def database(database_url: str) -> AsyncIterator[Database]:
     await database.close()
 
 
-async def create_job(session: AsyncSession, spec: JobSpec, *, at: datetime, **given: str) -> Job:
+async def create_job(session: AsyncSession, spec: JobSpec, *, at: datetime, **given: str) -> JobRow:
     """One job in the store; `given` are fields of NewJob."""
     (job,) = await create_jobs(session, [NewJob(spec, at, **given)])
     return job

@@ -33,12 +33,12 @@ class StateDictEntry:
 
 
 def entries_to_rows(entries: Iterable[StateDictEntry]) -> list[list[Any]]:
-    """For a checkpoint; `from_rows` is its inverse."""
+    """For a checkpoint; `entries_from_rows` is its inverse."""
     return [[one.name, one.tensor, list(one.shape), one.dtype] for one in entries]
 
 
 def entries_from_rows(rows: Sequence[Sequence[Any]]) -> tuple[StateDictEntry, ...]:
-    """Inverse of `rows_of`."""
+    """Inverse of `entries_to_rows`."""
     return tuple(StateDictEntry(name, tensor, tuple(shape), dtype) for name, tensor, shape, dtype in rows)
 
 

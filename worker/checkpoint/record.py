@@ -85,7 +85,7 @@ def record_to_state(record: ModelRecord, unused: Mapping[str, Tensor]) -> dict[s
 
 
 def record_from_state(state: Mapping[str, Any]) -> ModelRecord:
-    """The record in what `state_of` made."""
+    """The record in what `record_to_state` made."""
     fields = state[_RECORD_KEY]
     return ModelRecord(
         entries_from_rows(fields["entries"]),

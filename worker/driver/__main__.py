@@ -25,7 +25,7 @@ from worker.contract.logs import LogCopy, TraceParent, bind_process_fields, mask
 from worker.contract.reasons import Reason
 from worker.contract.timeline import LAUNCH_EVENT, launch_message
 from worker.contract.versions import control_plane_too_old_message
-from worker.driver.control_plane_client import ControlPlane, Refused
+from worker.driver.control_plane_client import ControlPlaneClient, Refused
 from worker.driver.limits import Limits
 from worker.driver.metrics import DriverMetrics, serve_in_range
 from worker.driver.reporter import LaunchPhases, Reporter, Spans
@@ -49,7 +49,7 @@ class AttemptOutcome:
 
 def run_attempt(
     attempt: Attempt,
-    control: ControlPlane,
+    control: ControlPlaneClient,
     reporter: Reporter,
     metrics: DriverMetrics,
     termination: SigtermHandler,
@@ -142,7 +142,7 @@ def attempt_from(body: Mapping[str, Any], limits: Limits) -> Attempt:
 
 
 def run_to_end(
-    attempt: Attempt, control: ControlPlane, termination: SigtermHandler, *, protocol: object
+    attempt: Attempt, control: ControlPlaneClient, termination: SigtermHandler, *, protocol: object
 ) -> int:
     """Run the attempt, report its outcome, and return the exit code: 0 when it succeeded or was cancelled. `protocol` is
     the control plane's."""
@@ -203,7 +203,7 @@ def main() -> int:
     termination.listen()
     limits = Limits.from_environment()
     trace = TraceParent.read(os.environ.get("SLOTLINE_TRACEPARENT"))
-    control = ControlPlane(
+    control = ControlPlaneClient(
         os.environ["SLOTLINE_CONTROL_URL"],
         os.environ["SLOTLINE_ATTEMPT_ID"],
         os.environ["SLOTLINE_ATTEMPT_TOKEN"],

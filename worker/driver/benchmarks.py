@@ -33,7 +33,7 @@ from worker.contract.profile import (
     slowest_collective_cost,
     slowest_profile,
 )
-from worker.driver.control_plane_client import ControlPlane
+from worker.driver.control_plane_client import ControlPlaneClient
 from worker.driver.gang import Gang, PerWorker, Phase
 from worker.driver.limits import Limits
 from worker.driver.reporter import LaunchPhases, Reporter
@@ -60,7 +60,7 @@ class GangMeasurements:
         job: Job,
         gang: Gang,
         *,
-        control: ControlPlane,
+        control: ControlPlaneClient,
         reporter: Reporter,
         device: str,
         limits: Limits,

@@ -41,7 +41,7 @@ class Refused(RuntimeError):
         return self.status in (401, 409)
 
 
-class ControlPlane:
+class ControlPlaneClient:
     """The routes of one attempt.
 
     Every call is tried again with growing pauses while the control plane cannot be reached or

@@ -22,7 +22,7 @@ from worker.contract.failures import AttemptFailure
 from worker.contract.job import Evaluation, Job
 from worker.contract.planned import MeshProgram, PlannedJob, mesh_programs, parse_reshardings
 from worker.contract.reasons import Reason
-from worker.driver.control_plane_client import ControlPlane, Refused
+from worker.driver.control_plane_client import ControlPlaneClient, Refused
 from worker.driver.gang import Gang, Phase
 from worker.driver.metrics import DriverMetrics
 from worker.driver.planning import planning_failure
@@ -218,7 +218,7 @@ def plan_evaluation(
     *,
     parallelisms: Sequence[MeshParallelism] = (),
     gang: Gang,
-    control: ControlPlane,
+    control: ControlPlaneClient,
     reporter: Reporter,
 ) -> Mapping[str, MeshProgram]:
     """The programs of an evaluation by mesh; none without `policy`. An event says what is unusual about their plan. Raises

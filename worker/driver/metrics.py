@@ -272,7 +272,7 @@ class DriverMetrics:
     def set_timeline(self, timeline: Mapping[str, Any]) -> None:
         """Take in a profiled step, a `timelines` item of a report: slots relative to `started_at`.
 
-        Replaces the slots of the step before as a whole, and adds every slot to `action_seconds`. Lengths and sums
+        Replaces the slots of the step before as a whole, and adds every slot to `slotline_action_seconds`. Lengths and sums
         are of all slots, also beyond the limit of exposed ones.
         """
         slots = _sorted_by_start(timeline["slots"])

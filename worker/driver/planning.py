@@ -32,7 +32,7 @@ from worker.contract.planned import (
 from worker.contract.profile import LayerProfile
 from worker.contract.reasons import Reason
 from worker.driver.benchmarks import GangMeasurements, LinkWatch
-from worker.driver.control_plane_client import ControlPlane, Refused
+from worker.driver.control_plane_client import ControlPlaneClient, Refused
 from worker.driver.gang import Gang, PerWorker, Phase
 from worker.driver.metrics import DriverMetrics
 from worker.driver.reporter import LaunchPhases, Reporter
@@ -48,7 +48,7 @@ class Planner:
         job: Job,
         measurements: GangMeasurements,
         *,
-        control: ControlPlane,
+        control: ControlPlaneClient,
         reporter: Reporter,
         launch: LaunchPhases | None = None,
     ):
@@ -298,7 +298,7 @@ class Replanner:
         answer: Mapping[str, Any],
         *,
         gang: Gang,
-        control: ControlPlane,
+        control: ControlPlaneClient,
         reporter: Reporter,
         metrics: DriverMetrics,
         obstacle: Callable[[PlannedJob], str | None] = lambda planned: None,

@@ -25,7 +25,7 @@ import httpx
 from worker.contract.logs import TraceParent
 from worker.contract.program import COMPUTE_LANE
 from worker.contract.reasons import Reason
-from worker.driver.control_plane_client import REQUEST_TIMEOUT_S, ControlPlane, Refused
+from worker.driver.control_plane_client import REQUEST_TIMEOUT_S, ControlPlaneClient, Refused
 from worker.driver.step_measurement import StepMeasurement
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Reporter:
     before, `fenced` when this attempt is no longer the job's current one, so that its reports are refused.
     """
 
-    def __init__(self, control: ControlPlane, *, heartbeat_s: float = HEARTBEAT_S):
+    def __init__(self, control: ControlPlaneClient, *, heartbeat_s: float = HEARTBEAT_S):
         self.cancelled = threading.Event()
         self.stop_requested = threading.Event()
         self.fenced = threading.Event()

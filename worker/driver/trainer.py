@@ -32,7 +32,7 @@ from worker.contract.tasks import CHECK_LIMIT_S, JobCheck, check_job_process
 from worker.contract.versions import installed_versions
 from worker.driver.benchmarks import GangMeasurements
 from worker.driver.checkpoints import Checkpoints, snapshot_rooms, snapshot_shortfall
-from worker.driver.control_plane_client import ControlPlane
+from worker.driver.control_plane_client import ControlPlaneClient
 from worker.driver.evaluation import Evaluations, mesh_parallelisms, plan_evaluation
 from worker.driver.gang import CPU_RESOURCE, POLL_S, Gang, Phase, placement_text
 from worker.driver.limits import Limits
@@ -86,7 +86,7 @@ class Trainer:
         attempt: Attempt,
         job: Job,
         *,
-        control: ControlPlane,
+        control: ControlPlaneClient,
         reporter: Reporter,
         metrics: DriverMetrics,
         launch: LaunchPhases,

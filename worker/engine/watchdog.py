@@ -17,7 +17,7 @@ from worker.contract.program import COMPUTE_LANE, Instruction, Program
 from worker.engine.lanes.base import Lanes, LaneStatus
 from worker.engine.results import StallError
 from worker.parallel.collectives import Collectives
-from worker.transport.base import AbortedError, EngineError, Failure, PeerLostError, Progress, Transport
+from worker.transport.base import AbortedError, EngineError, Failure, PeerLostError, PeerProgress, Transport
 
 # How long a lost peer may take to say why it left.
 _CAUSE_GRACE_S = 2.0
@@ -239,7 +239,7 @@ class Watchdog:
         progresses = [self._progress(peer) for peer in self._peers(index)]
         return any(progress is not None and progress.age_s < _PEER_ALIVE_S for progress in progresses)
 
-    def _progress(self, mesh: str) -> Progress | None:
+    def _progress(self, mesh: str) -> PeerProgress | None:
         try:
             return self._transport.progress(mesh)
         except RuntimeError:

@@ -69,7 +69,7 @@ _CODE = (Kind.FUNCTION, Kind.CLASS, Kind.MODULE)
 
 
 @dataclass(frozen=True, eq=False)
-class Slot:
+class ValueSlot:
     """A place that holds a value: an entry of a dict, list or deque, an attribute, or a closure's cell."""
 
     kind: str
@@ -91,7 +91,7 @@ class Leaf:
 
     __slots__ = ("copied", "kind", "parent", "slot", "thing", "value")
 
-    def __init__(self, kind: Kind, value: Any, thing: Any, slot: Slot | None, parent: str, copied: Any):
+    def __init__(self, kind: Kind, value: Any, thing: Any, slot: ValueSlot | None, parent: str, copied: Any):
         self.kind, self.value, self.thing, self.slot = kind, value, thing, slot
         self.parent, self.copied = parent, copied
 
@@ -172,7 +172,7 @@ class PythonState:
         self._restores: list[tuple[str, Callable[[], None]]] = []
         self._seen: dict[int, Any] = {}
         self._bytes = 0
-        self._waiting: deque[tuple[Any, Slot | None, str, _Path, int]] = deque()
+        self._waiting: deque[tuple[Any, ValueSlot | None, str, _Path, int]] = deque()
         self._packages = _packages_of({type(module) for module in model.modules()})
         self._names = {id(module): name for name, module in model.named_modules()}
         self._registered = {id(one) for one in itertools.chain(model.parameters(), model.buffers())}
@@ -261,7 +261,7 @@ class PythonState:
                 with contextlib.suppress(Exception):
                     put_back()
 
-    def slots_of(self, thing: Any) -> list[Slot]:
+    def slots_of(self, thing: Any) -> list[ValueSlot]:
         """All places found that hold this very object."""
         return [one.slot for one in self.leaves.values() if one.thing is thing and one.slot is not None]
 
@@ -269,10 +269,12 @@ class PythonState:
         """The paths of the objects of this type."""
         return [path for path, one in self.leaves.items() if type(one.thing) is kind]
 
-    def _wait(self, value: Any, slot: Slot | None, parent: str, path: _Path, depth: int) -> None:
+    def _wait(self, value: Any, slot: ValueSlot | None, parent: str, path: _Path, depth: int) -> None:
         self._waiting.append((value, slot, parent, path, depth))
 
-    def _add(self, kind: Kind, value: Any, thing: Any, slot: Slot | None, parent: str, path: _Path) -> str:
+    def _add(
+        self, kind: Kind, value: Any, thing: Any, slot: ValueSlot | None, parent: str, path: _Path
+    ) -> str:
         name = str(path)
         if name in self.leaves:  # functions of one name, for example
             name = next(
@@ -281,7 +283,7 @@ class PythonState:
         self.leaves[name] = Leaf(kind, value, thing, slot, parent, None)
         return name
 
-    def _visit(self, value: Any, slot: Slot | None, parent: str, path: _Path, depth: int) -> None:
+    def _visit(self, value: Any, slot: ValueSlot | None, parent: str, path: _Path, depth: int) -> None:
         kind = _kind_of(type(value))
         if kind is Kind.NUMBER or kind is Kind.VALUE:
             self._add(kind, value, value, slot, parent, path)
@@ -310,7 +312,7 @@ class PythonState:
                     self._wait(hook, None, label, path.then(key), 1)
         for key, value in list(attributes.items()):
             if key not in _MODULE_INTERNALS:
-                self._wait(value, Slot("entry", attributes, key), label, path.then(str(key)), 1)
+                self._wait(value, ValueSlot("entry", attributes, key), label, path.then(str(key)), 1)
         self._visit_classes(type(module))
 
     def _visit_nothing(self, value: Any, name: str, path: _Path, depth: int) -> None:
@@ -427,7 +429,7 @@ class PythonState:
                 entries = entries[: _MAX_ENTRIES // 2] + entries[-_MAX_ENTRIES // 2 :]
         settable = not isinstance(value, tuple)
         for key, one in entries:
-            slot = Slot("entry", value, key) if settable else None
+            slot = ValueSlot("entry", value, key) if settable else None
             self._wait(one, slot, name, path.then(f"[{_key_text(key)}]"), depth)
         if type(value).__module__ not in _CONTAINER_MODULES and hasattr(value, "__dict__"):
             self._visit_attributes(value, name, path, depth)
@@ -437,7 +439,7 @@ class PythonState:
         if type(attributes) is dict:
             self._remember_dict(attributes, name)
             for key, one in list(attributes.items()):
-                self._wait(one, Slot("entry", attributes, key), name, path.then(f".{key}"), depth)
+                self._wait(one, ValueSlot("entry", attributes, key), name, path.then(f".{key}"), depth)
         for kind in type(value).__mro__:
             slots = vars(kind).get("__slots__", ())
             for key in (slots,) if isinstance(slots, str) else slots:
@@ -445,7 +447,7 @@ class PythonState:
                     continue
                 with contextlib.suppress(Exception):
                     one = getattr(value, key)
-                    slot = Slot("attribute", value, key)
+                    slot = ValueSlot("attribute", value, key)
                     self._remember_slot(slot, one, name)
                     self._wait(one, slot, name, path.then(f".{key}"), depth)
         self._visit_classes(type(value))
@@ -479,7 +481,7 @@ class PythonState:
                 continue
             if variable == "__class__" or (ours and not callable(contents)):
                 continue
-            slot = Slot("cell", cell, None)
+            slot = ValueSlot("cell", cell, None)
             self._remember_slot(slot, contents, name)
             self._wait(contents, slot, name, _Path("closure cell ", variable, tail), depth)
         if ours:
@@ -495,7 +497,7 @@ class PythonState:
         if attributes := function.__dict__:
             self._remember_dict(attributes, name)
             for key, value in list(attributes.items()):
-                slot = Slot("entry", attributes, key)
+                slot = ValueSlot("entry", attributes, key)
                 self._wait(value, slot, name, _Path("attribute ", str(key), tail), depth)
         if self._is_models(code.co_filename):
             self._visit_globals(function.__globals__, _names_in(code), name, depth)
@@ -511,7 +513,7 @@ class PythonState:
                     self._seen[id(value)] = value
                     self._visit_globals(vars(value), names, parent, depth)
                 continue
-            slot = Slot("entry", space, name)
+            slot = ValueSlot("entry", space, name)
             if (key := (id(space), name)) in self._seen:
                 continue
             self._seen[key] = space
@@ -539,7 +541,7 @@ class PythonState:
                 is_code = _kind_of(type(value)) is Kind.FUNCTION
                 if not is_code and key.startswith("__"):
                     continue
-                slot = Slot("attribute", one, key)
+                slot = ValueSlot("attribute", one, key)
                 path = _Path("attribute ", key, f" of class {one.__name__}")
                 if not is_code:
                     self._remember_slot(slot, value, path.tail)
@@ -586,7 +588,7 @@ class PythonState:
 
         self._restores.append((name, put_back))
 
-    def _remember_slot(self, slot: Slot, value: Any, name: str) -> None:
+    def _remember_slot(self, slot: ValueSlot, value: Any, name: str) -> None:
         self._restores.append((name, lambda: slot.put(value)))
 
 

@@ -157,7 +157,7 @@ def describe_tree(value: Any, tensors: Iterator[tuple[str, Tensor]] | None = Non
 
 
 def _map_tree(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """The nest with what `leaf` makes of each thing in it that is no nest, in the order of `tensors_of`."""
+    """The tree with what `leaf` makes of each of its leaves, in the order of `named_leaves`."""
     if isinstance(value, LeafSpec):  # a dataclass too
         return leaf(value)
     if isinstance(value, Mapping):

@@ -97,7 +97,7 @@ def serialize_models(models: Sequence[TracedModel]) -> bytes:
 
 
 def deserialize_models(data: bytes) -> list[TracedModel]:
-    """Inverse of `pack_all`."""
+    """Inverse of `serialize_models`."""
     return [deserialize_model(one) for one in pickle.loads(data)]
 
 

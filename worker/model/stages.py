@@ -47,7 +47,7 @@ def input_name(index: int) -> str:
 @dataclass(frozen=True)
 class StageEdge:
     """A tensor that stage `source` makes and stage `target` uses; shape as one microbatch travels, dtype as both
-    stages know it. `wire_dtype` is what travels between meshes.
+    stages know it. `transfer_dtype` is what travels between meshes.
     """
 
     source: int

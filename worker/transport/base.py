@@ -147,7 +147,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Progress:
+class PeerProgress:
     """The progress that a worker last published, and its age in seconds."""
 
     text: str
@@ -212,7 +212,7 @@ class Transport(Protocol):
     def publish(self, text: str) -> None:
         """Publish the progress of this worker to its peers."""
 
-    def progress(self, peer: str) -> Progress | None:
+    def progress(self, peer: str) -> PeerProgress | None:
         """The last progress of `peer`: a mesh (this worker's counterpart there), or one worker."""
 
     def post_message(self, what: str, text: str) -> None:

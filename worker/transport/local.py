@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from worker.transport.base import ConnectError, Failure, PeerLostError, Progress, Topology
+from worker.transport.base import ConnectError, Failure, PeerLostError, PeerProgress, Topology
 
 _ABORTED = object()
 
@@ -165,9 +165,9 @@ class LocalTransport:
     def publish(self, text: str) -> None:
         self._hub.progress[self._rank] = (text, time.monotonic())
 
-    def progress(self, peer: str) -> Progress | None:
+    def progress(self, peer: str) -> PeerProgress | None:
         entry = self._hub.progress.get(self.topology.rank_of(peer, self.worker))
-        return None if entry is None else Progress(entry[0], time.monotonic() - entry[1])
+        return None if entry is None else PeerProgress(entry[0], time.monotonic() - entry[1])
 
     def post_message(self, what: str, text: str) -> None:
         self._hub.messages[what, self._rank] = text

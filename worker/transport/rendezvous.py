@@ -23,7 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from worker.transport.base import ConnectError, Failure, Progress, Topology
+from worker.transport.base import ConnectError, Failure, PeerProgress, Topology
 
 STORE_TIMEOUT = timedelta(seconds=5)
 SECRET_VARIABLE = "SLOTLINE_ATTEMPT_TOKEN"
@@ -123,11 +123,11 @@ class Rendezvous:
         key = f"progress/{self._rank}"
         self.store.set(key, self._seal.put(key, [text, time.time()]))
 
-    def progress(self, rank: int) -> Progress | None:
+    def progress(self, rank: int) -> PeerProgress | None:
         key = f"progress/{rank}"
         with contextlib.suppress(RuntimeError):
             if (said := self._read_sealed(key, key)) is not None:
-                return Progress(said[0], max(0.0, time.time() - said[1]))
+                return PeerProgress(said[0], max(0.0, time.time() - said[1]))
         return None
 
     def post_message(self, what: str, text: str) -> None:
@@ -228,7 +228,7 @@ class RendezvousTransport:
     def publish(self, text: str) -> None:
         self._rendezvous.publish(text)
 
-    def progress(self, peer: str) -> Progress | None:
+    def progress(self, peer: str) -> PeerProgress | None:
         return self._rendezvous.progress(self.topology.rank_of(peer, self.worker))
 
     def post_message(self, what: str, text: str) -> None:

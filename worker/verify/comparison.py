@@ -28,7 +28,7 @@ from worker.model.parity import (
 )
 from worker.transport.base import real_view
 from worker.verify.plain import PlainStep
-from worker.verify.recorder import BackwardSlot, StepRecord, probe_norm
+from worker.verify.recorder import BackwardSlot, RecordedStep, probe_norm
 
 
 class DifferenceFound(Exception):
@@ -81,7 +81,7 @@ class PipelineStep:
     learning_rates: Mapping[str, float]
     skipped: bool
     gradients: Sequence[Mapping[str, Tensor]]
-    record: StepRecord
+    record: RecordedStep
     loss_scales: Sequence[float] = ()
 
 
@@ -111,7 +111,7 @@ def compare_initial(
                     )
 
 
-def check_transfers(step: int, record: StepRecord, worst: WorstDistances) -> None:
+def check_transfers(step: int, record: RecordedStep, worst: WorstDistances) -> None:
     """The tensor that a stage used is the one that another stage left to be sent, bit for bit."""
     for passed in record.transfer_checks():
         worst.add_exact("transfers", passed.intact)

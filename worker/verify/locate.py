@@ -21,7 +21,7 @@ from worker.model.rng import derive_seed, reseed_at_random_ops, seeded
 from worker.model.stages import StageModule
 from worker.verify.comparison import WorkerState
 from worker.verify.plain import PlainModel, PlainStep, TriedUpdate
-from worker.verify.recorder import Probes, StepRecord, probe_norm
+from worker.verify.recorder import Probes, RecordedStep, probe_norm
 
 TARGET_CHANGED = (
     "it changes its target in place, which is the data set's and may be used again: let it change a copy "
@@ -60,7 +60,7 @@ def with_tensors(traced: TracedModel, tensors: Mapping[str, Tensor]) -> TracedMo
 def first_different_forward(
     plain: PlainModel,
     expected: PlainStep,
-    record: StepRecord,
+    record: RecordedStep,
     probes: Probes,
     stages: TracedStages,
     *,

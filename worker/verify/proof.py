@@ -43,7 +43,7 @@ from worker.verify.locate import (
     with_tensors,
 )
 from worker.verify.plain import PlainModel, PlainStep
-from worker.verify.recorder import Probes, Recorder, StepRecord
+from worker.verify.recorder import Probes, RecordedStep, Recorder
 from worker.verify.rng_replay import mesh_rng_ops
 from worker.verify.shared_parts import check_batch_loss, check_resumed_stream
 
@@ -302,7 +302,7 @@ class _ProofRun:
             ) from error
 
     def _pipeline_step(self, step: int) -> PipelineStep:
-        record = StepRecord(self._probes)
+        record = RecordedStep(self._probes)
         for recorder in self._recorders:
             recorder.begin(record)
         for given in self._optimizer_gradients:

@@ -25,7 +25,7 @@ ReshardingPlans = Mapping[tuple[int, bool], ReshardingPlan]
 
 
 @dataclass(frozen=True)
-class Transfer:
+class RecordedTransfer:
     """One transfer of one microbatch: of the tensor of one worker of each mesh, or of a tile (`box` of the whole)."""
 
     index: int
@@ -53,7 +53,7 @@ class Transfer:
 class TransferCheck:
     """A transfer to worker `taker`, and whether what was used is what was left to be sent."""
 
-    transfer: Transfer
+    transfer: RecordedTransfer
     taker: str
     intact: bool
 
@@ -69,20 +69,20 @@ def transfer_checksums(
     backward: bool,
     microbatch: int,
     tensor: Tensor,
-) -> Iterator[tuple[Transfer, str]]:
+) -> Iterator[tuple[RecordedTransfer, str]]:
     """The transfers that `tensor` of a worker is an end of, with the checksums of what they move of it."""
     plan = plans.get((route.index, backward))
     ends = route.source_mesh, route.target_mesh
     what = (route.index, route.source, route.tensor, ends, backward, microbatch)
     if plan is None:
-        yield Transfer(*what, worker), checksum(tensor)
+        yield RecordedTransfer(*what, worker), checksum(tensor)
         return
     name = f"{mesh}/{worker}"
     own = plan.box(name)
     for tile, box in enumerate(plan.tiles):
         if plan.holds(name, tile) or plan.needs(name, tile):
             part = tensor[tuple(slice(b - at, e - at) for (b, e), (at, _) in zip(box, own, strict=True))]
-            yield Transfer(*what, None, box), checksum(part)
+            yield RecordedTransfer(*what, None, box), checksum(part)
 
 
 _PROBE_OFFSETS = (0, 17, 101, 997)
@@ -135,14 +135,14 @@ class BackwardSlot:
         )
 
 
-class StepRecord:
+class RecordedStep:
     """One step of all workers."""
 
     def __init__(self, probes: Probes) -> None:
         self._probes = probes
         self._lock = threading.Lock()
-        self._gave: dict[Transfer, set[str]] = {}
-        self._took: dict[tuple[Transfer, str], str] = {}
+        self._gave: dict[RecordedTransfer, set[str]] = {}
+        self._took: dict[tuple[RecordedTransfer, str], str] = {}
         self._made: dict[tuple[int, int, int, str], Tensor] = {}
         self.added: dict[str, dict[BackwardSlot, Tensor]] = {}
         """What each slot added to a parameter's gradient, as probes, by name."""
@@ -171,13 +171,13 @@ class StepRecord:
         with self._lock:
             self._made[worker, stage, microbatch, name] = probe
 
-    def gave(self, sent: Iterable[tuple[Transfer, str]]) -> None:
+    def gave(self, sent: Iterable[tuple[RecordedTransfer, str]]) -> None:
         """Checksums of what a worker leaves to be sent; of a tile that several hold each has its own."""
         with self._lock:
             for one, value in sent:
                 self._gave.setdefault(one, set()).add(value)
 
-    def took(self, taker: str, received: Iterable[tuple[Transfer, str]]) -> None:
+    def took(self, taker: str, received: Iterable[tuple[RecordedTransfer, str]]) -> None:
         with self._lock:
             for one, value in received:
                 self._took[one, taker] = value
@@ -214,10 +214,10 @@ class Recorder:
             for stage, module in stages.items()
         }
         self._probes = probes
-        self._step: StepRecord | None = None
+        self._step: RecordedStep | None = None
         self._before: dict[str, Tensor] = {}
 
-    def begin(self, step: StepRecord) -> None:
+    def begin(self, step: RecordedStep) -> None:
         """The next step goes into `step`."""
         self._step, self._before = step, {}
 
@@ -233,7 +233,7 @@ class Recorder:
 
     def _pieces(
         self, route: Route, backward: bool, microbatch: int, tensor: Tensor
-    ) -> list[tuple[Transfer, str]]:
+    ) -> list[tuple[RecordedTransfer, str]]:
         return list(
             transfer_checksums(self._mesh, self._worker, self._plans, route, backward, microbatch, tensor)
         )

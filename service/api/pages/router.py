@@ -22,7 +22,7 @@ from service.schemas.jobs import Integer
 from service.spec.names import JOB_ID_PATTERN
 from service.spec.states import JobState
 from service.store.jobs import find_job
-from service.store.tables import Job
+from service.store.tables import JobRow
 
 _HERE = Path(__file__).parent
 _STATIC = {path.name: path for path in (_HERE / "static").iterdir() if path.suffix in (".js", ".css", ".svg")}
@@ -90,7 +90,7 @@ def missing_page(request: Request) -> HTMLResponse:
     )
 
 
-def dashboard_links(grafana_url: str | None, job: Job, *, at: float) -> dict[str, str]:
+def dashboard_links(grafana_url: str | None, job: JobRow, *, at: float) -> dict[str, str]:
     """Grafana's dashboards of a job by their names: its curves, and its last profiled step before `at`.
 
     The timeline's axis has a millisecond for each microsecond of the step; a date of 24 characters is never taken for

@@ -27,7 +27,7 @@ from service.spec.states import JobState
 from service.spec.values import LABEL_NAME_PATTERN, LABEL_VALUE_PATTERN, MAX_LABELS
 from service.store import jobs as store
 from service.store.jobs import JobFilter, LabelFilter, PageKey
-from service.store.tables import Job
+from service.store.tables import JobRow
 
 _LABEL_MAX_CHARS = 2 * 63 + 1
 router = APIRouter(prefix="/api/v1/jobs", tags=["jobs"], route_class=UserRoute)
@@ -136,7 +136,7 @@ async def change_job(job_id: JobId, body: JobChange, caller: Caller, service: Cu
     return await lifecycle.change_job(service, job_id, caller, queue=body.queue, priority=body.priority)
 
 
-def _page_token(job: Job) -> str:
+def _page_token(job: JobRow) -> str:
     return urlsafe_b64encode(json.dumps([job.created_at.isoformat(), job.id]).encode()).decode()
 
 

@@ -37,7 +37,7 @@ from service.spec.states import AttemptState, JobState, NodeMark, NodeState
 from service.store.attempts import create_attempt, placements_of
 from service.store.database import Sessions, utc_now
 from service.store.queues import effective_quotas
-from service.store.tables import Attempt, Job
+from service.store.tables import AttemptRow, JobRow
 from service.store.transitions import explain_wait, lock_job, lock_jobs
 from worker.contract.reasons import Reason
 
@@ -63,7 +63,7 @@ class Admission:
         self._autoscaling, self._changed = autoscaling, changed
 
     async def empty_draining_nodes(
-        self, active: Sequence[tuple[Attempt, Job]], marks: Sequence[NodeMark]
+        self, active: Sequence[tuple[AttemptRow, JobRow]], marks: Sequence[NodeMark]
     ) -> None:
         """Request a graceful stop of each attempt with a mesh on a draining node: its job goes on elsewhere."""
         draining = {
@@ -87,8 +87,8 @@ class Admission:
 
     async def admit(
         self,
-        waiting: Sequence[Job],
-        active: Sequence[tuple[Attempt, Job]],
+        waiting: Sequence[JobRow],
+        active: Sequence[tuple[AttemptRow, JobRow]],
         marks: Sequence[NodeMark] = (),
     ) -> None:
         """Start or explain every waiting job, request a graceful stop of each job that gives way, and say what clusters
@@ -157,7 +157,7 @@ class Admission:
 
 async def _workers_left_out(
     session: AsyncSession,
-    active: Sequence[tuple[Attempt, Job]],
+    active: Sequence[tuple[AttemptRow, JobRow]],
     left_out: Mapping[str, Mapping[str, NodeMark]],
 ) -> dict[str, int]:
     """The numbers of workers of attempts on nodes that take no work, by attempt."""
@@ -169,7 +169,7 @@ async def _workers_left_out(
     return workers
 
 
-async def explain_waits(database: Sessions, waits: Sequence[tuple[Job, Wait]]) -> None:
+async def explain_waits(database: Sessions, waits: Sequence[tuple[JobRow, Wait]]) -> None:
     """Write to jobs why they wait, where that has changed; one start or end changes it for every job behind."""
     news = {job.id: (job, wait) for job, wait in waits if _is_news(job, wait)}
     for ids in _batched(sorted(news), _EXPLANATIONS_PER_TRANSACTION):
@@ -180,7 +180,7 @@ async def explain_waits(database: Sessions, waits: Sequence[tuple[Job, Wait]]) -
                     explain_wait(session, fresh, wait.reason, wait.message, at=utc_now())
 
 
-def _is_news(job: Job, wait: Wait) -> bool:
+def _is_news(job: JobRow, wait: Wait) -> bool:
     if job.job_state is JobState.RECOVERING and wait.reason is Reason.BACKING_OFF:
         return False  # the failure that it recovers from says more
     return (job.reason, job.message) != (wait.reason, wait.message)
@@ -192,11 +192,11 @@ def _batched(values: Sequence[ItemT], size: int) -> Iterator[Sequence[ItemT]]:
 
 
 def admission_order(
-    waiting: Sequence[Job],
-    active: Sequence[tuple[Attempt, Job]],
+    waiting: Sequence[JobRow],
+    active: Sequence[tuple[AttemptRow, JobRow]],
     capacities: Mapping[str, Capacity | None],
     settings: Settings,
-) -> list[Job]:
+) -> list[JobRow]:
     """Waiting jobs in the order of their turns on their clusters."""
     now = time.time()
     jobs_by_id = {job.id: job for job in waiting}
@@ -218,7 +218,7 @@ def queue_rules(settings: Settings) -> QueueRules:
     )
 
 
-def to_waiting_job(job: Job, settings: Settings) -> WaitingJob:
+def to_waiting_job(job: JobRow, settings: Settings) -> WaitingJob:
     """The job as a value for `decisions`."""
     longest_s = math.inf
     if job.max_duration_s is not None:
@@ -239,7 +239,9 @@ def to_waiting_job(job: Job, settings: Settings) -> WaitingJob:
     )
 
 
-def to_holder(attempt: Attempt, job: Job, settings: Settings, *, now: float, left_out: int = 0) -> Holder:
+def to_holder(
+    attempt: AttemptRow, job: JobRow, settings: Settings, *, now: float, left_out: int = 0
+) -> Holder:
     """The attempt as a value for `decisions`, with the time until which it holds accelerators at most; `left_out` of its
     workers are on nodes that take no work."""
     until, stopping = math.inf, False
@@ -267,6 +269,6 @@ def to_holder(attempt: Attempt, job: Job, settings: Settings, *, now: float, lef
     )
 
 
-def fair_share_owner(job: Job) -> str:
+def fair_share_owner(job: JobRow) -> str:
     """The owner whose turn the job takes in its queue; empty, and so shared by all, where the store has no owners."""
     return getattr(job, "owner", None) or ""

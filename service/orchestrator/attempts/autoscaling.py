@@ -30,7 +30,7 @@ from service.orchestrator.decisions.attempt_lifecycle import (
     Wait,
     WaitingJob,
 )
-from service.orchestrator.decisions.cluster_demand import ClusterDemand, Gang, cluster_demand
+from service.orchestrator.decisions.cluster_demand import ClusterDemand, WaitingGang, cluster_demand
 from service.orchestrator.ray.clusters import Clusters, ClusterWatcher, NamedCluster
 from service.orchestrator.ray.jobs_api import ClusterError, RayJobSubmission
 from service.orchestrator.tasks.runner import NoTaskResultError, TaskTimeoutError, run_ray_task
@@ -64,7 +64,7 @@ class _ClusterRequest:
     stands: dict[Device, int] | None = field(default_factory=dict)
     """Accelerators in all of the request that Ray has; None where it may have one that is not known."""
     demand: ClusterDemand = field(default_factory=ClusterDemand)
-    asked: Mapping[str, Gang] = field(default_factory=dict)
+    asked: Mapping[str, WaitingGang] = field(default_factory=dict)
     """Gangs by job for which the cluster is to grow."""
     ceilings: dict[Device, int] = field(default_factory=dict)
     head: str | None = None
@@ -220,7 +220,7 @@ def _no_gangs(watcher: ClusterWatcher, left_out: Mapping[str, NodeMark]) -> Coun
     return accelerators
 
 
-def _explained(wait: Wait, gang: Gang | None) -> Wait:
+def _explained(wait: Wait, gang: WaitingGang | None) -> Wait:
     if gang is None or wait.reason not in (Reason.CLUSTER_TOO_SMALL, Reason.WAITS_FOR_ACCELERATORS):
         return wait
     said = wait.message

@@ -33,7 +33,7 @@ from service.store.measurements import (
 from service.store.node_states import record_node_failures
 from service.store.plans import record_job_plan
 from service.store.spans import add_attempt_span
-from service.store.tables import Attempt, Job
+from service.store.tables import AttemptRow, JobRow
 from service.store.transitions import add_event, move_attempt, move_job
 from worker.contract.reasons import Cause, Reason, cause_of
 
@@ -138,7 +138,7 @@ async def apply_report(
     return _driver_command(job, attempt)
 
 
-def check_current(job: Job, attempt: Attempt) -> None:
+def check_current(job: JobRow, attempt: AttemptRow) -> None:
     """Raise StaleAttemptError unless the attempt is the job's own and goes on."""
     if job.current_attempt != attempt.id:
         raise StaleAttemptError(
@@ -151,7 +151,7 @@ def check_current(job: Job, attempt: Attempt) -> None:
 
 
 async def _store_measurements(
-    session: AsyncSession, job: Job, attempt: Attempt, report: DriverReport, keep: int, at: datetime
+    session: AsyncSession, job: JobRow, attempt: AttemptRow, report: DriverReport, keep: int, at: datetime
 ) -> None:
     steps = {step.step: step for step in report.steps}
     await record_steps(session, attempt, steps.values())
@@ -191,14 +191,14 @@ async def _store_measurements(
         job.stored_bytes = report.stored_bytes
 
 
-def _mark_running(session: AsyncSession, job: Job, attempt: Attempt, at: datetime) -> None:
+def _mark_running(session: AsyncSession, job: JobRow, attempt: AttemptRow, at: datetime) -> None:
     if attempt.attempt_state is AttemptState.STARTING:
         move_attempt(attempt, AttemptState.RUNNING, at=at)
     if job.job_state is JobState.STARTING:
         move_job(session, job, JobState.RUNNING, at=at, attempt=attempt.number)
 
 
-def _driver_command(job: Job, attempt: Attempt) -> str:
+def _driver_command(job: JobRow, attempt: AttemptRow) -> str:
     if job.job_state in (JobState.CANCELLING, JobState.CANCELLED):
         return "cancel"
     return "continue" if attempt.end_asked_at is None else "stop"
@@ -206,8 +206,8 @@ def _driver_command(job: Job, attempt: Attempt) -> str:
 
 async def end_attempt(
     session: AsyncSession,
-    job: Job,
-    attempt: Attempt,
+    job: JobRow,
+    attempt: AttemptRow,
     state: AttemptState,
     *,
     reason: str | None,
@@ -259,7 +259,7 @@ async def end_attempt(
 
 
 def outcome_of_graceful_stop(
-    attempt: Attempt, state: AttemptState, reason: str | None, message: str | None
+    attempt: AttemptRow, state: AttemptState, reason: str | None, message: str | None
 ) -> tuple[AttemptState, str | None, str | None]:
     """(state, reason, message) of an attempt, attributed to the graceful stop that was requested of it, if any.
 
@@ -277,18 +277,18 @@ def outcome_of_graceful_stop(
     return state, reason, message
 
 
-def exceeds_max_duration(job: Job) -> bool:
+def exceeds_max_duration(job: JobRow) -> bool:
     """True where the job has used up its max_duration."""
     return job.max_duration_s is not None and job.held_s >= job.max_duration_s
 
 
-def max_duration_message(job: Job, message: str | None) -> str:
+def max_duration_message(job: JobRow, message: str | None) -> str:
     """The final message of a job that has used up its max_duration."""
     limit = f"max_duration is {job.max_duration_s:g} s: `slotline retry` goes on from the last checkpoint, as long again"
     return f"{message}; {limit}" if message else limit
 
 
-async def _counted_failures(session: AsyncSession, job: Job, number: int) -> list[str]:
+async def _counted_failures(session: AsyncSession, job: JobRow, number: int) -> list[str]:
     """Reasons of the failed attempts before `number` since the user's last retry; failures of the infrastructure count
     only since the checkpoint that the job goes on from."""
     failures = [
@@ -303,7 +303,7 @@ async def _counted_failures(session: AsyncSession, job: Job, number: int) -> lis
     ]
 
 
-def attempt_deadline(attempt: Attempt, job: Job) -> float | None:
+def attempt_deadline(attempt: AttemptRow, job: JobRow) -> float | None:
     """Unix time at which the attempt has used up its job's max_duration; None where that has no limit."""
     if job.max_duration_s is None:
         return None

@@ -30,7 +30,7 @@ from service.store.secrets import (
     spec_secret_names,
 )
 from service.store.spans import record_submission_span
-from service.store.tables import Attempt, Job
+from service.store.tables import AttemptRow, JobRow
 from service.store.transitions import lock_job
 from worker.contract.reasons import Reason
 
@@ -43,7 +43,7 @@ class Submitter:
     def __init__(self, settings: Settings, database: Sessions, clusters: Clusters) -> None:
         self._settings, self._database, self._clusters = settings, database, clusters
 
-    async def submit(self, attempt: Attempt, job: Job) -> EndAttempt | None:
+    async def submit(self, attempt: AttemptRow, job: JobRow) -> EndAttempt | None:
         """Start the driver; returns the end of an attempt that Ray refuses.
 
         Where the cluster cannot be reached, the job gets a message and the next round tries again.
@@ -81,7 +81,7 @@ class Submitter:
                 return False
             return await is_current(session, fresh)
 
-    async def _submission(self, attempt: Attempt, cluster: NamedCluster) -> RayJobSubmission:
+    async def _submission(self, attempt: AttemptRow, cluster: NamedCluster) -> RayJobSubmission:
         async with self._database.read() as session:  # rounds leave the specification out
             job = await find_job(session, attempt.job_id)
             assert job is not None, attempt.job_id
@@ -110,7 +110,7 @@ class Submitter:
         )
 
 
-def _trace_env(job: Job, attempt: Attempt) -> dict[str, str]:
+def _trace_env(job: JobRow, attempt: AttemptRow) -> dict[str, str]:
     """The attempt's span, the parent of its driver's spans, and the request to report spans, where some are exported."""
     context = attempt_context(job.traceparent, attempt.id)
     if context is None:

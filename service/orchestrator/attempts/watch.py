@@ -42,7 +42,7 @@ from service.settings.settings import Settings
 from service.spec.states import AttemptState
 from service.store.attempts import lock_attempt
 from service.store.database import Sessions, utc_now
-from service.store.tables import Attempt, Job
+from service.store.tables import AttemptRow, JobRow
 from service.store.transitions import add_event, lock_job
 from worker.contract.logs import log_fields
 from worker.contract.reasons import Reason
@@ -105,7 +105,7 @@ class AttemptWatcher:
             attempt_id: self._watched.get(attempt_id, _WatchState()) for attempt_id in attempt_ids
         }
 
-    async def look_after(self, attempt: Attempt, job: Job, read_at: float) -> None:
+    async def look_after(self, attempt: AttemptRow, job: JobRow, read_at: float) -> None:
         """Poll Ray when it is due, decide, act; never twice at once for one attempt.
 
         `read_at` is a time just before `attempt` was read: reports since then are not in it.
@@ -113,7 +113,7 @@ class AttemptWatcher:
         with log_fields(job=job.id, attempt=attempt.number, step=job.step, trace_id=job.trace_id):
             await self._look_after(attempt, job, read_at)
 
-    async def _look_after(self, attempt: Attempt, job: Job, read_at: float) -> None:
+    async def _look_after(self, attempt: AttemptRow, job: JobRow, read_at: float) -> None:
         watched = self._watched.setdefault(attempt.id, _WatchState())
         if watched.busy:
             return
@@ -169,12 +169,12 @@ class AttemptWatcher:
         named = "the cluster" if cluster == DEFAULT_CLUSTER else f"cluster {cluster}"
         return self._outages.setdefault(cluster, Outage(f"{named}, asked about attempts,", logger))
 
-    def _silence_s(self, attempt: Attempt, until: float) -> float:
+    def _silence_s(self, attempt: AttemptRow, until: float) -> float:
         """Seconds since the driver's last report, or the attempt's creation, in which a report could have come."""
         last_report_at = attempt.heartbeat_at or attempt.created_at
         return self.liveness.listening_s(last_report_at.timestamp(), until)
 
-    async def _record_stop(self, attempt: Attempt, why: str) -> bool:
+    async def _record_stop(self, attempt: AttemptRow, why: str) -> bool:
         """Write why Slotline stops the driver, before it does; False where the driver has reported since, or has ended."""
         async with self._database.write() as session:
             fresh, job = await lock_attempt(session, attempt.id)
@@ -195,7 +195,7 @@ class AttemptWatcher:
         logger.info("stopping the driver of attempt %s: %s", attempt.id, why)
         return True
 
-    async def _report_silence(self, attempt: Attempt, watched: _WatchState, read_at: float) -> None:
+    async def _report_silence(self, attempt: AttemptRow, watched: _WatchState, read_at: float) -> None:
         """Add one event when a driver falls silent, or does not start, long before it is given up."""
         started = attempt.heartbeat_at is not None
         limit_s = HEARTBEAT_TIMEOUT_S if started else START_NOTICE_S
@@ -208,7 +208,7 @@ class AttemptWatcher:
                     add_event(session, job, "silent", message, at=utc_now(), attempt=attempt.number)
         watched.silence_reported = silent
 
-    async def _report_missing(self, attempt: Attempt) -> None:
+    async def _report_missing(self, attempt: AttemptRow) -> None:
         """Add one event where the settings do not name the attempt's cluster any more."""
         why = self._clusters.of(attempt.cluster).watcher.snapshot.error
         message = f"{why}; until then its driver is heard, but Ray is not asked about it and cannot stop it"
@@ -223,7 +223,7 @@ class AttemptWatcher:
         seen = before.ended_seen_at if before is not None and before.ended_seen_at else read_at
         return replace(ray, ended_seen_at=seen)
 
-    async def _end(self, seen: Attempt, end: EndAttempt) -> None:
+    async def _end(self, seen: AttemptRow, end: EndAttempt) -> None:
         """End an attempt, unless its driver has reported since `seen` was read."""
         message = end.message
         log = await self._logs.last_log(seen.id, seen.cluster)
@@ -267,7 +267,7 @@ def _unix_seconds(time_: datetime | None) -> float | None:
     return None if time_ is None else time_.timestamp()
 
 
-def _to_watched_attempt(attempt: Attempt, job: Job, watched: _WatchState) -> WatchedAttempt:
+def _to_watched_attempt(attempt: AttemptRow, job: JobRow, watched: _WatchState) -> WatchedAttempt:
     return WatchedAttempt(
         created_at=attempt.created_at.timestamp(),
         submitted_at=_unix_seconds(attempt.submitted_at),

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Literal
 
 from service.settings.clusters import DEFAULT_CLUSTER
-from service.spec.job import Retry
+from service.spec.job import RetrySection
 from service.spec.states import AttemptState
 from worker.contract.reasons import Cause, Reason, cause_of
 
@@ -372,7 +372,7 @@ def after_failure(
     reason: str,
     message: str,
     *,
-    allowed: Retry,
+    allowed: RetrySection,
     failures_before: Sequence[str],
     backoff_s: float,
     backoff_limit_s: float,

@@ -19,7 +19,7 @@ GANGS_LIMIT = 500
 
 
 @dataclass(frozen=True)
-class Gang:
+class WaitingGang:
     """The accelerators of a job that waits."""
 
     job_id: str
@@ -33,7 +33,7 @@ class ClusterDemand:
     where the cluster may shrink to what is in use."""
 
     held: Mapping[Device, int] = field(default_factory=dict)
-    gangs: tuple[Gang, ...] = ()
+    gangs: tuple[WaitingGang, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.held or self.gangs)
@@ -50,9 +50,9 @@ class ClusterDemand:
             totals[gang.device] += gang.accelerators
         return {device: number for device, number in totals.items() if number}
 
-    def grown_for(self, total: Mapping[str, int]) -> list[Gang]:
+    def grown_for(self, total: Mapping[str, int]) -> list[WaitingGang]:
         """The gangs that do not fit into `total` accelerators beside what is held and the gangs before them."""
-        taken, beyond = Counter(self.held), list[Gang]()
+        taken, beyond = Counter(self.held), list[WaitingGang]()
         for gang in self.gangs:
             taken[gang.device] += gang.accelerators
             if taken[gang.device] > total.get(gang.device, 0):
@@ -86,7 +86,7 @@ def cluster_demand(
     quota_used = Counter[str]()
     for holder in holders:
         quota_used[holder.queue] += holder.accelerators
-    total, gangs = Counter(held), list[Gang]()
+    total, gangs = Counter(held), list[WaitingGang]()
     full_queues = set[str]()
     for job in turns:
         quota = quotas.get(job.queue)
@@ -101,7 +101,7 @@ def cluster_demand(
             continue
         quota_used[job.queue] += job.accelerators
         total[device] += job.accelerators
-        gangs.append(Gang(job.id, device, job.accelerators))
+        gangs.append(WaitingGang(job.id, device, job.accelerators))
         if len(gangs) == GANGS_LIMIT:
             break
     devices = {gang.device for gang in gangs} | {

@@ -24,7 +24,7 @@ from service.store.notifications import (
     record_delivery_try,
 )
 from service.store.secrets import MissingSecretError, NoSecretsKeyError, SecretBox, open_secrets
-from service.store.tables import Delivery, DeliveryState
+from service.store.tables import DeliveryRow, DeliveryState
 
 logger = logging.getLogger(__name__)
 _DELIVERY_POLL_S = 1.0
@@ -97,7 +97,7 @@ class Notifier:
         while self._sending:
             await asyncio.gather(*self._sending, return_exceptions=True)
 
-    async def _deliver(self, delivery: Delivery, owner: str) -> None:
+    async def _deliver(self, delivery: DeliveryRow, owner: str) -> None:
         try:
             response = await self._send(delivery, owner)
             await self._record(delivery, response)
@@ -106,7 +106,7 @@ class Notifier:
         except Exception:
             logger.exception("a notification of job %s was not sent; it is tried again", delivery.job_id)
 
-    async def _send(self, delivery: Delivery, owner: str) -> WebhookResponse:
+    async def _send(self, delivery: DeliveryRow, owner: str) -> WebhookResponse:
         try:
             secret = await self._secret(delivery, owner)
         except (MissingSecretError, NoSecretsKeyError) as error:
@@ -119,7 +119,7 @@ class Notifier:
             anywhere=self._settings.webhooks_anywhere or delivery.secret is None,
         )
 
-    async def _secret(self, delivery: Delivery, owner: str) -> str:
+    async def _secret(self, delivery: DeliveryRow, owner: str) -> str:
         if delivery.secret is None:
             secret = self._settings.webhook_secret
             if secret is None:
@@ -129,7 +129,7 @@ class Notifier:
             values = await open_secrets(session, SecretBox.of(self._settings), owner, [delivery.secret])
         return values[delivery.secret]
 
-    async def _record(self, delivery: Delivery, response: WebhookResponse) -> None:
+    async def _record(self, delivery: DeliveryRow, response: WebhookResponse) -> None:
         now, tries = utc_now(), delivery.tries + 1
         state = DeliveryState.DELIVERED if response.delivered else DeliveryState.PENDING
         if not response.delivered and (response.permanent or tries >= self._policy.tries):

@@ -140,7 +140,7 @@ def process_memory_bytes(given: int | None, users_processes: int, container_byte
     return chosen
 
 
-class Planner:
+class PlannerPool:
     """Plans in `processes` processes at once, each plan within `timeout_s`; `queue` more requests may wait.
 
     One process more is reserved for drivers. A plan whose caller has gone is cancelled, and its place is free again.

@@ -21,7 +21,7 @@ from service.settings.clusters import DEFAULT_CLUSTER
 from service.spec.values import harmless_text
 from service.store.attempts import LogLocation, attempts_without_log, find_attempt, stored_log
 from service.store.database import Database, Sessions, utc_now
-from service.store.tables import Attempt
+from service.store.tables import AttemptRow
 
 LOG_LIMIT_BYTES = 1 << 20
 """Shown and stored log of one attempt: its end; Ray keeps all of it on the driver's node."""
@@ -154,7 +154,7 @@ class LogKeeper:
         async with self._database.read() as session:
             ended = await attempts_without_log(session, ended_before=before)
         self._looked_at = time.monotonic()
-        by_cluster = defaultdict[str, list[Attempt]](list)
+        by_cluster = defaultdict[str, list[AttemptRow]](list)
         for attempt in ended:
             by_cluster[attempt.cluster].append(attempt)
         free = [name for name in by_cluster if name not in self._busy]
@@ -163,7 +163,7 @@ class LogKeeper:
             if isinstance(result, BaseException):
                 raise result
 
-    async def _keep_logs_of(self, cluster: str, attempts: Sequence[Attempt]) -> None:
+    async def _keep_logs_of(self, cluster: str, attempts: Sequence[AttemptRow]) -> None:
         """Store the logs of one cluster, one after the other."""
         known = self._clusters.of(cluster)
         self._busy.add(cluster)
@@ -185,7 +185,7 @@ class LogKeeper:
             return None
         return DriverLog(window.first_line, window.text())
 
-    async def _keep_log(self, attempt: Attempt) -> None:
+    async def _keep_log(self, attempt: AttemptRow) -> None:
         """Store one log. A log that Ray does not give out (its node is gone) is given up after _LOG_GIVEN_UP_S."""
         log = await self.last_log(attempt.id, attempt.cluster)
         ended_at = 0.0 if attempt.finished_at is None else attempt.finished_at.timestamp()

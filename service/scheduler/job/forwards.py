@@ -12,17 +12,17 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from service.scheduler.job.heterogeneous import MeshParallelism, reshard_tensor
+from service.scheduler.job.heterogeneous import MeshGroups, reshard_tensor
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import EdgeSpec, PipelineSpec, SpecError, load_spec
 from service.scheduler.programs.messages import check_messages
 from service.scheduler.programs.plan import Plan
-from service.scheduler.resharding.resharding_plan import ReshardingPlan
+from service.scheduler.resharding.resharding_plan import PlannedResharding
 
 _MAX_WORKERS = 1024
 WorkerCount = Annotated[int, Field(ge=1, le=_MAX_WORKERS)]
 DimensionLength = Annotated[int, Field(ge=0, lt=2**53)]
-Reshardings = dict[tuple[int, bool], ReshardingPlan]
+Reshardings = dict[tuple[int, bool], PlannedResharding]
 
 
 class _RequestModel(BaseModel):
@@ -86,8 +86,7 @@ def plan_forwards(
         return ForwardPlan(spec, make_plan(spec, budget_s=budget_s, expired=expired))
     checked = _checked_request(heterogeneous, spec)
     parallelism = {
-        mesh.name: MeshParallelism(mesh.name, mesh.data, mesh.tensor, tuple(mesh.nodes))
-        for mesh in checked.meshes
+        mesh.name: MeshGroups(mesh.name, mesh.data, mesh.tensor, tuple(mesh.nodes)) for mesh in checked.meshes
     }
     spec, reshardings = _with_reshardings(spec, checked, parallelism)
     plan = make_plan(spec, budget_s=budget_s, expired=expired)
@@ -118,7 +117,7 @@ def _checked_request(data: Any, spec: PipelineSpec) -> HeterogeneousRequest:
 
 
 def _with_reshardings(
-    spec: PipelineSpec, request: HeterogeneousRequest, parallelism: Mapping[str, MeshParallelism]
+    spec: PipelineSpec, request: HeterogeneousRequest, parallelism: Mapping[str, MeshGroups]
 ) -> tuple[PipelineSpec, Reshardings]:
     """(the spec whose resharded transfers last as long as their plans, these plans)."""
     mesh_of = {stage.name: stage.mesh for stage in spec.stages}
@@ -152,7 +151,7 @@ def _with_reshardings(
     return spec.model_copy(update={"edges": edges}), reshardings
 
 
-def _part_shape(tensor: TensorRequest, mesh: MeshParallelism) -> tuple[int, ...]:
+def _part_shape(tensor: TensorRequest, mesh: MeshGroups) -> tuple[int, ...]:
     for part in tensor.shapes:
         if part.data == mesh.data:
             return tuple(part.shape)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from service.scheduler.problem.spec import NetworkSpec, SpecError, link_costs
 from service.scheduler.resharding.layout import Layout, Links, Tensor, mesh_layout
 from service.scheduler.resharding.resharding import plan_resharding
-from service.scheduler.resharding.resharding_plan import ReshardingPlan
+from service.scheduler.resharding.resharding_plan import PlannedResharding
 from worker.contract.costs import Shape, batch_dimension, global_shape
 from worker.contract.profile import CutError, LayerEdge, LayerProfile
 
@@ -27,7 +27,7 @@ _PLAN_CACHE_SIZE = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class MeshParallelism:
+class MeshGroups:
     """Sizes of the data- and tensor-parallel groups of a mesh: `data` parts of a microbatch, each on `tensor` workers.
 
     `nodes` holds the node of every worker.
@@ -38,16 +38,16 @@ class MeshParallelism:
     tensor: int
     nodes: tuple[str, ...]
 
-    def same_parallelism(self, other: MeshParallelism) -> bool:
+    def same_parallelism(self, other: MeshGroups) -> bool:
         """True where worker w of one mesh has the same part of a tensor as worker w of the other."""
         return (self.data, self.tensor) == (other.data, other.tensor)
 
-    def transfers_in_pairs(self, other: MeshParallelism) -> bool:
+    def transfers_in_pairs(self, other: MeshGroups) -> bool:
         """True where worker w of one mesh sends all tensors to worker w of the other: both have the same part, which no
         other worker has or which need not leave its node."""
         return self.same_parallelism(other) and (self.tensor == 1 or self.nodes == other.nodes)
 
-    def needs_resharding(self, other: MeshParallelism, shape: Shape | None) -> bool:
+    def needs_resharding(self, other: MeshGroups, shape: Shape | None) -> bool:
         """True where a tensor, of which each worker has `shape`, is resharded between the meshes.
 
         Uniform meshes send it in pairs where a plan could not tell parts from wholes: an empty tensor, or a scalar of each
@@ -65,7 +65,7 @@ class HeterogeneousProfile(LayerProfile):
     """The profile of the slowest mesh, with the profile and the parallelism of each mesh; uniform meshes share one."""
 
     mesh_profiles: tuple[LayerProfile, ...] = ()
-    parallelism: tuple[MeshParallelism, ...] = ()
+    parallelism: tuple[MeshGroups, ...] = ()
 
     def corrected(self) -> HeterogeneousProfile:
         """Every profile corrected by its own factor."""
@@ -80,7 +80,7 @@ def profile_of_mesh(profile: LayerProfile, mesh: int) -> LayerProfile:
 
 
 def heterogeneous_profile(
-    mesh_profiles: Sequence[LayerProfile], parallelism: Sequence[MeshParallelism]
+    mesh_profiles: Sequence[LayerProfile], parallelism: Sequence[MeshGroups]
 ) -> HeterogeneousProfile:
     """The profiles of all meshes as one; SpecError where they are not of one model."""
     slowest = max(mesh_profiles, key=lambda profile: sum(layer.compute_s for layer in profile.layers))
@@ -95,7 +95,7 @@ def heterogeneous_profile(
     return _profile_with_meshes(slowest, mesh_profiles, parallelism)
 
 
-def uniform_profile(profile: LayerProfile, parallelism: Sequence[MeshParallelism]) -> LayerProfile:
+def uniform_profile(profile: LayerProfile, parallelism: Sequence[MeshGroups]) -> LayerProfile:
     """The profile of uniform meshes; with their parallelism where a tensor would not go in pairs between all of them."""
     if all(mesh.transfers_in_pairs(parallelism[0]) for mesh in parallelism):
         return profile
@@ -103,13 +103,13 @@ def uniform_profile(profile: LayerProfile, parallelism: Sequence[MeshParallelism
 
 
 def _profile_with_meshes(
-    slowest: LayerProfile, mesh_profiles: Sequence[LayerProfile], parallelism: Sequence[MeshParallelism]
+    slowest: LayerProfile, mesh_profiles: Sequence[LayerProfile], parallelism: Sequence[MeshGroups]
 ) -> HeterogeneousProfile:
     own = {name: getattr(slowest, name) for name in LayerProfile.__dataclass_fields__}
     return HeterogeneousProfile(**own, mesh_profiles=tuple(mesh_profiles), parallelism=tuple(parallelism))
 
 
-def card_bandwidth(network: NetworkSpec, source: MeshParallelism, target: MeshParallelism) -> float | None:
+def card_bandwidth(network: NetworkSpec, source: MeshGroups, target: MeshGroups) -> float | None:
     """Bytes a second over the network cards between two meshes, by the link that was measured between their first workers.
 
     A link within one node says nothing of the cards that other workers of the meshes use: these are then taken to be as
@@ -125,7 +125,7 @@ def card_bandwidth(network: NetworkSpec, source: MeshParallelism, target: MeshPa
 
 def reshard_edge(
     profile: HeterogeneousProfile, edge: int, meshes: tuple[int, int], network: NetworkSpec
-) -> ReshardingPlan:
+) -> PlannedResharding:
     """The plan by which the tensor of the profile's edge goes from the first of two meshes to the second; SpecError where
     its shapes do not show how it is sharded."""
     here, there = (profile.mesh_profiles[mesh].edges[edge] for mesh in meshes)
@@ -143,11 +143,11 @@ def reshard_tensor(
     name: str,
     shapes: tuple[Shape, Shape],
     element_bytes: int,
-    sides: tuple[MeshParallelism, MeshParallelism],
+    sides: tuple[MeshGroups, MeshGroups],
     network: NetworkSpec,
     *,
     differentiable: bool,
-) -> ReshardingPlan:
+) -> PlannedResharding:
     """The plan by which tensor `name` goes from the first mesh of `sides` to the second; `shapes` are those of a worker's
     part on each. SpecError where the shapes do not show how it is sharded."""
     source, target = sides
@@ -180,14 +180,14 @@ def _batch_dimension(
     return 0  # parts go whole, so any dimension tells them apart
 
 
-def _layout_on_mesh(mesh: MeshParallelism, along: int | None) -> Layout:
+def _layout_on_mesh(mesh: MeshGroups, along: int | None) -> Layout:
     """The layout whose parts lie on neighbours; a tensor-parallel group has the same samples, each worker a whole part."""
     if mesh.tensor == 1:
         return mesh_layout(mesh.name, mesh=(mesh.data,), split=(along,), hosts=mesh.nodes)
     return mesh_layout(mesh.name, mesh=(mesh.data, mesh.tensor), split=(along, None), hosts=mesh.nodes)
 
 
-def _resharding_links(network: NetworkSpec, source: MeshParallelism, target: MeshParallelism) -> Links:
+def _resharding_links(network: NetworkSpec, source: MeshGroups, target: MeshGroups) -> Links:
     bandwidth, latency_s = link_costs(network)(source.name, target.name)
     if source.nodes[0] != target.nodes[0]:
         return Links(bandwidth or _ASSUMED_BYTES_PER_S, latency_s=latency_s)
@@ -196,5 +196,5 @@ def _resharding_links(network: NetworkSpec, source: MeshParallelism, target: Mes
 
 
 @functools.lru_cache(maxsize=_PLAN_CACHE_SIZE)
-def _cached_resharding(tensor: Tensor, source: Layout, target: Layout, links: Links) -> ReshardingPlan:
+def _cached_resharding(tensor: Tensor, source: Layout, target: Layout, links: Links) -> PlannedResharding:
     return plan_resharding(tensor, source, target, links, messages=MAX_RESHARDING_MESSAGES)

@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from service.scheduler.job.heterogeneous import (
     HeterogeneousProfile,
-    MeshParallelism,
+    MeshGroups,
     card_bandwidth,
     profile_of_mesh,
 )
@@ -128,7 +128,7 @@ NodeLinks = Mapping[tuple[str, str], float]
 
 def network_per_worker_pair(
     network: NetworkSpec,
-    parallelism: Sequence[MeshParallelism],
+    parallelism: Sequence[MeshGroups],
     node_links: NodeLinks = MappingProxyType({}),
     *,
     sums: bool = False,
@@ -164,7 +164,7 @@ def network_per_worker_pair(
 
 
 def _pair_bandwidth(
-    network: NetworkSpec, source: MeshParallelism, target: MeshParallelism, node_links: NodeLinks
+    network: NetworkSpec, source: MeshGroups, target: MeshGroups, node_links: NodeLinks
 ) -> float | None:
     """Bytes a second of the slowest pair of workers, while all pairs send at once.
 

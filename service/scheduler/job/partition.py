@@ -29,7 +29,7 @@ from service.scheduler.problem.spec import (
     SpecError,
     StageSpec,
 )
-from service.scheduler.resharding.resharding_plan import ReshardingPlan
+from service.scheduler.resharding.resharding_plan import PlannedResharding
 from service.scheduler.schedules.registry import SCHEDULES
 from worker.contract.profile import (
     CutError,
@@ -48,7 +48,7 @@ class PartitionResult:
 
     stage_starts: list[str]
     spec: PipelineSpec
-    reshardings: Mapping[tuple[int, bool], ReshardingPlan] = field(default_factory=dict)
+    reshardings: Mapping[tuple[int, bool], PlannedResharding] = field(default_factory=dict)
 
 
 def partition(
@@ -204,7 +204,7 @@ def _stages_with_input_gradients(problem: CutProblem, stage_starts: Sequence[int
 
 def _edge_specs(
     problem: CutProblem, stage_starts: Sequence[int]
-) -> tuple[list[EdgeSpec], dict[tuple[int, bool], ReshardingPlan]]:
+) -> tuple[list[EdgeSpec], dict[tuple[int, bool], PlannedResharding]]:
     """Edges by source, target and order of production, each tensor once for every pair of stages; and its reshardings."""
     stage_of = stage_of_layer(stage_starts, len(problem.profile.layers))
     crossing = {}
@@ -213,7 +213,7 @@ def _edge_specs(
         if source != target:
             crossing[source, target, edge.order] = number
     specs: list[EdgeSpec] = []
-    reshardings: dict[tuple[int, bool], ReshardingPlan] = {}
+    reshardings: dict[tuple[int, bool], PlannedResharding] = {}
     network = problem.setup.network
     for (source, target, _), number in sorted(crossing.items()):
         edge = problem.on(source).profile.edges[number]
@@ -236,7 +236,7 @@ def _edge_specs(
 
 def _edge_resharding(
     problem: CutProblem, edge: int, source: int, target: int, direction: str
-) -> ReshardingPlan | None:
+) -> PlannedResharding | None:
     """The plan by which the tensor of an edge of the profile goes from `source` to `target`, or its gradient back; None
     where the workers of both meshes exchange it in pairs."""
     profile, (here, there) = problem.profile, (problem.mesh_of_stage[s] for s in (source, target))

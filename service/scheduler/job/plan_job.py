@@ -12,7 +12,7 @@ from typing import Any
 
 from service.scheduler.job.cores import SharedCores, nodes_with_shared_cores
 from service.scheduler.job.cut import PipelineSetup, Recompute, layer_ranges
-from service.scheduler.job.heterogeneous import MeshParallelism, heterogeneous_profile, uniform_profile
+from service.scheduler.job.heterogeneous import MeshGroups, heterogeneous_profile, uniform_profile
 from service.scheduler.job.joint import JobPlan, JointSearchRequest, longest_update_s, plan_jointly
 from service.scheduler.job.network import CrossMeshAllReduce, NodeLinks, network_per_worker_pair
 from service.scheduler.job.partition import PartitionResult, partition
@@ -376,9 +376,9 @@ def measured_profile(job: Job, costs: JobCosts, count: int) -> LayerProfile:
     )
 
 
-def _mesh_parallelism(job: Job, costs: JobCosts) -> list[MeshParallelism]:
+def _mesh_parallelism(job: Job, costs: JobCosts) -> list[MeshGroups]:
     return [
-        MeshParallelism(
+        MeshGroups(
             f"m{mesh}",
             size // tensor,
             tensor,

@@ -48,7 +48,7 @@ class Tasks(NamedTuple):
     kinds_of_mesh: Rows  # compute kinds
 
 
-class Limits(NamedTuple):
+class LaneLimits(NamedTuple):
     """Limits of what compute lanes hold: bytes of stages and meshes (−1: no limit), and microbatches in flight."""
 
     activation: np.ndarray  # of each stage
@@ -58,7 +58,7 @@ class Limits(NamedTuple):
     source_cap: np.ndarray  # of each stage: between F and the end of its whole backward
 
 
-class ReceiveBuffers(NamedTuple):
+class ReceiveBufferLimits(NamedTuple):
     """Receive buffers: how many each mesh has (−1: no limit), and in which order transfers may take them."""
 
     limit: np.ndarray  # int[meshes]

@@ -1,7 +1,7 @@
 """Problem: a checked spec as flat arrays of tasks, their costs, dependencies, resources and memory.
 
 The one form on which timeline, search, bounds and verification compute. A kind is (stage, F / backward / W) or
-(transfer, direction); a task is a kind and a microbatch (kernels/base.py numbers both). Limits are −1 where there
+(transfer, direction); a task is a kind and a microbatch (`kind` and `task` number both). Limits are −1 where there
 is none. There is one transfer for each edge between meshes; a tensor that several stages share goes once per
 using mesh. `local_actions` is the one table of what each mesh does of a kind (op, lane, peer): slots, programs
 and their decoder all read it. The order of transfers is not decided here but by the timeline.
@@ -69,7 +69,7 @@ class MemoryArrays:
     def relaxed_activation_limit(self) -> np.ndarray:
         """int[meshes], −1 where there is none: what forwards fill at most in any plan, for bounds.
 
-        The workspace counts where a mesh has one stage: see `exact_room`.
+        The workspace counts where a mesh has one stage: see `activation_limit_is_exact`.
         """
         shared = np.bincount(self.mesh_of_stage, minlength=len(self.spec.meshes)) > 1
         return np.where(shared, self.activation_capacity, self.activation_limit)
@@ -98,7 +98,7 @@ class MemoryArrays:
 
     @cached_property
     def activation_limit(self) -> np.ndarray:
-        """int[meshes], −1 where there is none: what forwards may fill, `activation_room` less `workspace`."""
+        """int[meshes], −1 where there is none: what forwards may fill, `activation_capacity` less `workspace`."""
         room = self.activation_capacity
         return np.where(room < 0, room, np.maximum(room - self.workspace, 0))
 

@@ -32,7 +32,7 @@ class Dispatcher:
             source_cap[[s for s in range(stages) if not problem.sources[s]]] = spec.max_in_flight
         self._problem = problem
         self._lanes = to_rows(lanes if lanes is not None else [[] for _ in range(problem.meshes)])
-        self._limits = kernels.Limits(
+        self._limits = kernels.LaneLimits(
             activation=problem.activation,
             stash=problem.stash,
             activation_limit=no_limits if problem.inference else problem.activation_limit,
@@ -64,16 +64,16 @@ class Dispatcher:
         return start, begun[:count]
 
 
-def _receive_buffers(problem: Problem, lanes: Sequence[np.ndarray] | None) -> kernels.ReceiveBuffers:
+def _receive_buffers(problem: Problem, lanes: Sequence[np.ndarray] | None) -> kernels.ReceiveBufferLimits:
     rank = np.full(problem.tasks, -1, dtype=np.int64)
     if lanes is None or not (problem.receive_limit >= 0).any():
         no_limits = np.full(problem.meshes, -1, dtype=np.int64)
         limit = no_limits if lanes is None else problem.receive_limit
-        return kernels.ReceiveBuffers(limit, to_rows([[] for _ in range(problem.meshes)]), rank)
+        return kernels.ReceiveBufferLimits(limit, to_rows([[] for _ in range(problem.meshes)]), rank)
     rows = [receives_by_first_use(problem, lane) for lane in lanes]
     for row in rows:
         rank[row] = np.arange(len(row))
-    return kernels.ReceiveBuffers(problem.receive_limit, to_rows(rows), rank)
+    return kernels.ReceiveBufferLimits(problem.receive_limit, to_rows(rows), rank)
 
 
 def receives_by_first_use(problem: Problem, lane: np.ndarray) -> list[int]:

@@ -26,7 +26,7 @@ from service.scheduler.problem.problem import Problem, local_actions
 from service.scheduler.problem.spec import PipelineSpec
 from service.scheduler.problem.timeline import Timeline, action_name
 from service.scheduler.programs.codegen import occupied_resources
-from service.scheduler.programs.decode import MeshProgram, PlanError, read_programs
+from service.scheduler.programs.decode import DecodedProgram, PlanError, read_programs
 from service.scheduler.programs.replay import Replay, replay
 from worker.contract.program import Instruction
 
@@ -78,7 +78,7 @@ def check_slots(planned: Timeline, played: Replay) -> None:
         )
 
 
-def _check_forward_order(problem: Problem, program: MeshProgram) -> None:
+def _check_forward_order(problem: Problem, program: DecodedProgram) -> None:
     kinds, microbatches = np.divmod(program.compute, problem.microbatches)
     for stage in range(problem.stages):
         if problem.targets[stage] or problem.mesh_of_stage[stage] != program.mesh:
@@ -93,7 +93,7 @@ def _check_forward_order(problem: Problem, program: MeshProgram) -> None:
             )
 
 
-def _check_local_causes(problem: Problem, program: MeshProgram) -> None:
+def _check_local_causes(problem: Problem, program: DecodedProgram) -> None:
     place = np.full(problem.tasks, -1, dtype=np.int64)
     known = program.task >= 0
     place[program.task[known]] = np.flatnonzero(known)
@@ -122,7 +122,7 @@ def _check_local_causes(problem: Problem, program: MeshProgram) -> None:
         )
 
 
-def _check_step(program: MeshProgram) -> None:
+def _check_step(program: DecodedProgram) -> None:
     """STEP ends the step: buffers of the step are freed, so every send must have ended."""
     if not program.trains:
         return
@@ -136,7 +136,7 @@ def _check_step(program: MeshProgram) -> None:
             )
 
 
-def _check_message_order(problem: Problem, meshes: list[MeshProgram]) -> None:
+def _check_message_order(problem: Problem, meshes: list[DecodedProgram]) -> None:
     for sender in meshes:
         for receiver in meshes:
             sent = sender.transfers_to(receiver.mesh)
@@ -157,7 +157,7 @@ def _transfer_name(problem: Problem, task: int) -> str:
     return f"the {what} of edge {problem.transfers[index].edge}, microbatch {microbatch}"
 
 
-def _check_activations(problem: Problem, program: MeshProgram) -> None:
+def _check_activations(problem: Problem, program: DecodedProgram) -> None:
     limit = problem.spec.meshes[program.mesh].activation_limit_bytes
     peak, position = peak_activation(problem, program.compute)
     if limit is not None and limit < peak:
@@ -167,13 +167,13 @@ def _check_activations(problem: Problem, program: MeshProgram) -> None:
         )
 
 
-def _check_in_flight(problem: Problem, program: MeshProgram) -> None:
+def _check_in_flight(problem: Problem, program: DecodedProgram) -> None:
     message = in_flight_violation(problem, program.compute)
     if message is not None:
         raise PlanError(f"mesh {program.name!r}: {message}")
 
 
-def _check_receives(problem: Problem, program: MeshProgram, played: Replay) -> None:
+def _check_receives(problem: Problem, program: DecodedProgram, played: Replay) -> None:
     index = np.flatnonzero(program.receiving)
     if not len(index):
         return

@@ -22,7 +22,7 @@ class PlanError(ValueError):
 
 
 @dataclass(frozen=True, eq=False)
-class MeshProgram:
+class DecodedProgram:
     """One mesh's program as arrays over its instructions.
 
     `task` is −1 for REDUCE and STEP; `before[i, l]` counts the instructions of lane l that have
@@ -64,7 +64,7 @@ class MeshProgram:
 
 def read_programs(
     spec: PipelineSpec, programs: Mapping[str, Sequence[Instruction]]
-) -> tuple[Problem, list[MeshProgram]]:
+) -> tuple[Problem, list[DecodedProgram]]:
     """The problem (with B or I and W as the programs have them) and each mesh's checked program."""
     problem = build_problem(spec)
     names = {mesh.name for mesh in spec.meshes}
@@ -93,7 +93,7 @@ def _fused_backwards(problem: Problem, programs: Mapping[str, Sequence[Instructi
     return fused
 
 
-def _read_mesh(problem: Problem, mesh: int, instructions: Sequence[Instruction]) -> MeshProgram:
+def _read_mesh(problem: Problem, mesh: int, instructions: Sequence[Instruction]) -> DecodedProgram:
     name = problem.spec.meshes[mesh].name
     actions = _actions_by_instruction(problem, mesh)
     count = len(instructions)
@@ -147,7 +147,7 @@ def _read_mesh(problem: Problem, mesh: int, instructions: Sequence[Instruction])
         )
     wait_array = np.array(waits, dtype=np.int64)
     before, number = kernels.vector_clocks(lane, len(lane_number), pointer, wait_array)
-    return MeshProgram(
+    return DecodedProgram(
         mesh=mesh,
         name=name,
         instructions=instructions,
@@ -176,7 +176,7 @@ def _actions_by_instruction(problem: Problem, mesh: int) -> dict[tuple, LocalAct
     return actions
 
 
-def _check_complete(problem: Problem, program: MeshProgram) -> None:
+def _check_complete(problem: Problem, program: DecodedProgram) -> None:
     tasks = program.task[program.task >= 0]
     counts = np.bincount(tasks, minlength=problem.tasks)
     here = (problem.sender_of_kind == program.mesh) | (problem.receiver_of_kind == program.mesh)
@@ -195,7 +195,7 @@ def _check_complete(problem: Problem, program: MeshProgram) -> None:
         )
 
 
-def _missing_name(problem: Problem, program: MeshProgram, task: int) -> str:
+def _missing_name(problem: Problem, program: DecodedProgram, task: int) -> str:
     kind, microbatch = divmod(task, problem.microbatches)
     action = actions_of_mesh(problem, program.mesh)[kind]
     peer = None if action.peer is None else problem.spec.meshes[action.peer].name

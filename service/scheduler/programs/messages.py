@@ -20,10 +20,10 @@ from service.scheduler.programs.decode import PlanError
 from worker.contract.program import SEND_OPS, TRANSFER_OPS, Instruction
 
 if TYPE_CHECKING:
-    from service.scheduler.resharding.resharding_plan import PlannedMessage, ReshardingPlan
+    from service.scheduler.resharding.resharding_plan import PlannedMessage, PlannedResharding
 
 
-ReshardingPlans = Mapping[tuple[int, bool], "ReshardingPlan"]
+ReshardingPlans = Mapping[tuple[int, bool], "PlannedResharding"]
 _TransferKey = tuple[int, bool, int]
 """(edge, True for the gradient, microbatch)."""
 

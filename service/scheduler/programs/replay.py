@@ -14,7 +14,7 @@ from service.scheduler import kernels
 from service.scheduler.problem.memory import latest_compute
 from service.scheduler.problem.problem import Problem
 from service.scheduler.problem.timeline import Timeline, earliest_times, lane_edges, make_timeline
-from service.scheduler.programs.decode import MeshProgram, PlanError
+from service.scheduler.programs.decode import DecodedProgram, PlanError
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +24,7 @@ class Replay:
     timeline: Timeline
     serialised_makespan_s: float
 
-    def latest_compute(self, program: MeshProgram, received: np.ndarray) -> np.ndarray:
+    def latest_compute(self, program: DecodedProgram, received: np.ndarray) -> np.ndarray:
         """For each receive the position of the last local action that has surely ended when its transfer starts.
 
         Actions that start at the same instant as the transfer have no length, or nearly none: they
@@ -36,7 +36,7 @@ class Replay:
         return np.minimum(earlier, latest_compute(self.timeline, program.compute, received))
 
 
-def replay(problem: Problem, meshes: list[MeshProgram]) -> Replay:
+def replay(problem: Problem, meshes: list[DecodedProgram]) -> Replay:
     """Play the programs; raises PlanError naming a cycle when they wait for each other for ever.
 
     A transfer is one node: it starts when its send and its receive both may. Each directed pair
@@ -57,7 +57,7 @@ def replay(problem: Problem, meshes: list[MeshProgram]) -> Replay:
     return Replay(make_timeline(problem, times.start, times.topological), float(serialised))
 
 
-def _lane_and_wait_edges(meshes: list[MeshProgram]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _lane_and_wait_edges(meshes: list[DecodedProgram]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(sources, targets, posting): orders of lanes and waits; posting marks the waits of receives or actions."""
     sources, targets, posting = [], [], []
     for program in meshes:
@@ -76,7 +76,7 @@ def _lane_and_wait_edges(meshes: list[MeshProgram]) -> tuple[np.ndarray, np.ndar
 
 
 def _cycle_message(
-    problem: Problem, meshes: list[MeshProgram], sources: np.ndarray, targets: np.ndarray, done: np.ndarray
+    problem: Problem, meshes: list[DecodedProgram], sources: np.ndarray, targets: np.ndarray, done: np.ndarray
 ) -> str:
     stuck = problem.exists.reshape(-1).copy()
     stuck[done] = False

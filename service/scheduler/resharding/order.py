@@ -136,7 +136,7 @@ _SIMULTANEOUS = 1e-12
 
 
 @dataclass(frozen=True)
-class Message:
+class OrderedMessage:
     """Elements `begin` to `end` of a tile from one worker to another, after the messages that bring them to it."""
 
     tile: int
@@ -152,7 +152,7 @@ class Message:
 class TimedMessages:
     """Messages in the order of their starts; `starts` and `ends` in seconds, message by message."""
 
-    messages: tuple[Message, ...]
+    messages: tuple[OrderedMessage, ...]
     starts: tuple[float, ...]
     ends: tuple[float, ...]
 
@@ -161,9 +161,9 @@ class TimedMessages:
         return max(self.ends, default=0.0)
 
 
-def cut_into_messages(parts: Iterable[TilePart], chunks: int) -> tuple[Message, ...]:
+def cut_into_messages(parts: Iterable[TilePart], chunks: int) -> tuple[OrderedMessage, ...]:
     """Each hop of each part, in `chunks` pieces where a part passes several hops (a single hop gains nothing)."""
-    messages: list[Message] = []
+    messages: list[OrderedMessage] = []
     for part in parts:
         count = 1 if part.depth < 2 else min(chunks, part.end - part.begin)
         for k in range(count):
@@ -172,7 +172,9 @@ def cut_into_messages(parts: Iterable[TilePart], chunks: int) -> tuple[Message, 
             first = len(messages)
             for hop in part.hops:
                 after = () if hop.after < 0 else (first + hop.after,)
-                messages.append(Message(part.tile, begin, end, hop.sender, hop.receiver, hop.local, after))
+                messages.append(
+                    OrderedMessage(part.tile, begin, end, hop.sender, hop.receiver, hop.local, after)
+                )
     return tuple(messages)
 
 
@@ -183,7 +185,7 @@ def message_count(parts: Iterable[TilePart], chunks: int) -> int:
     )
 
 
-def in_given_order(problem: ReshardingProblem, messages: Sequence[Message]) -> TimedMessages:
+def in_given_order(problem: ReshardingProblem, messages: Sequence[OrderedMessage]) -> TimedMessages:
     """Each port serves its messages in the given order, each as soon as both ports and what it waits for are free."""
     free: dict[tuple[str, int], float] = {}
     starts, ends = [], []
@@ -200,7 +202,7 @@ def in_given_order(problem: ReshardingProblem, messages: Sequence[Message]) -> T
 
 
 def list_schedule(
-    problem: ReshardingProblem, messages: Sequence[Message], *, tails_first: bool
+    problem: ReshardingProblem, messages: Sequence[OrderedMessage], *, tails_first: bool
 ) -> TimedMessages:
     """A list schedule: whenever ports are free, the most urgent message that may start does.
 
@@ -211,7 +213,7 @@ def list_schedule(
 
 
 class _ListSchedule:
-    def __init__(self, problem: ReshardingProblem, messages: Sequence[Message], tails_first: bool):
+    def __init__(self, problem: ReshardingProblem, messages: Sequence[OrderedMessage], tails_first: bool):
         self._messages = messages
         self._tails_first = tails_first
         self._lengths = [_message_s(problem, message) for message in messages]
@@ -287,14 +289,14 @@ class _ListSchedule:
             self._left[port] -= self._lengths[m]
 
 
-def _message_s(problem: ReshardingProblem, message: Message) -> float:
+def _message_s(problem: ReshardingProblem, message: OrderedMessage) -> float:
     length = message.end - message.begin
     if message.local:
         return problem.local_s(length) + problem.links.local_latency_s
     return problem.card_s(length) + problem.links.latency_s
 
 
-def _message_ports(problem: ReshardingProblem, message: Message) -> tuple[tuple[str, int], ...]:
+def _message_ports(problem: ReshardingProblem, message: OrderedMessage) -> tuple[tuple[str, int], ...]:
     if message.local:
         return (("local out", message.sender), ("local in", message.receiver))
     workers = problem.workers
@@ -310,7 +312,7 @@ def _sorted_by_start(timed: TimedMessages) -> TimedMessages:
         message = timed.messages[m]
         after = tuple(sorted(place[before] for before in message.after))
         messages.append(
-            Message(
+            OrderedMessage(
                 message.tile,
                 message.begin,
                 message.end,

@@ -24,7 +24,7 @@ from service.scheduler.resharding.layout import (
     resharding_problem,
 )
 from service.scheduler.resharding.order import (
-    Message,
+    OrderedMessage,
     TimedMessages,
     cut_into_messages,
     in_given_order,
@@ -35,13 +35,13 @@ from service.scheduler.resharding.order import (
 from service.scheduler.resharding.resharding_plan import (
     PROOF_TOLERANCE,
     PlannedMessage,
-    ReshardingPlan,
+    PlannedResharding,
     make_resharding_plan,
     resharding_lower_bound_s,
 )
 
 
-def plan_send_and_receive(tensor: Tensor, source: Layout, target: Layout, links: Links) -> ReshardingPlan:
+def plan_send_and_receive(tensor: Tensor, source: Layout, target: Layout, links: Links) -> PlannedResharding:
     """Every worker of the target receives its tiles one by one, from their holders in turn."""
     problem = resharding_problem(tensor, source, target, links)
     messages = []
@@ -55,11 +55,11 @@ def plan_send_and_receive(tensor: Tensor, source: Layout, target: Layout, links:
     )
 
 
-def plan_gather_then_send(tensor: Tensor, source: Layout, target: Layout, links: Links) -> ReshardingPlan:
+def plan_gather_then_send(tensor: Tensor, source: Layout, target: Layout, links: Links) -> PlannedResharding:
     """The first worker of the source gathers, the first of the target receives everything, then sends it on."""
     problem = resharding_problem(tensor, source, target, links)
     gatherer, distributor = 0, problem.sources
-    messages: list[Message] = []
+    messages: list[OrderedMessage] = []
     for number, tile in enumerate(problem.tiles):
         if gatherer not in tile.holders:
             messages.append(_whole_tile_message(problem, number, tile.holders[0], gatherer, ()))
@@ -79,9 +79,9 @@ def plan_gather_then_send(tensor: Tensor, source: Layout, target: Layout, links:
 
 def _whole_tile_message(
     problem: ReshardingProblem, number: int, sender: int, receiver: int, after: tuple[int, ...]
-) -> Message:
+) -> OrderedMessage:
     local = problem.workers[sender].host == problem.workers[receiver].host
-    return Message(number, 0, problem.tiles[number].elements, sender, receiver, local, after)
+    return OrderedMessage(number, 0, problem.tiles[number].elements, sender, receiver, local, after)
 
 
 DEFAULT_MAX_MESSAGES = 1024
@@ -116,7 +116,7 @@ class _TimedRoute:
 
 def plan_resharding(
     tensor: Tensor, source: Layout, target: Layout, links: Links, *, messages: int = DEFAULT_MAX_MESSAGES
-) -> ReshardingPlan:
+) -> PlannedResharding:
     """The shortest plan found; a function of its arguments alone.
 
     `messages` limits how finely parts are cut for pipelining; a plan has more only where its parts alone are more.
@@ -185,7 +185,7 @@ __all__ = [
     "Layout",
     "Links",
     "PlannedMessage",
-    "ReshardingPlan",
+    "PlannedResharding",
     "Tensor",
     "mesh_layout",
     "plan_gather_then_send",

@@ -122,7 +122,7 @@ class PlannedMessage:
 
 
 @dataclass(frozen=True)
-class ReshardingPlan:
+class PlannedResharding:
     """`messages` stand in the order in which every worker runs its own. `strategy` says how it was made."""
 
     shape: tuple[int, ...]
@@ -176,7 +176,7 @@ class ReshardingPlan:
 
 def make_resharding_plan(
     problem: ReshardingProblem, timed: TimedMessages, lower_bound_s: float, strategy: str
-) -> ReshardingPlan:
+) -> PlannedResharding:
     """The plan of timed messages, with names for numbers."""
     workers = tuple(
         PlannedWorker(worker.name, worker.host, worker.card, w < problem.sources, worker.box)
@@ -196,7 +196,7 @@ def make_resharding_plan(
         )
         for message, start, end in zip(timed.messages, timed.starts, timed.ends, strict=True)
     )
-    return ReshardingPlan(
+    return PlannedResharding(
         problem.tensor.shape,
         problem.tensor.element_bytes,
         workers,

@@ -56,7 +56,7 @@ class TensorSpec(_SpecModel):
 
 
 @dataclass(frozen=True)
-class Split:
+class DimensionSplit:
     """A dimension of the mesh that splits one of the tensor; `sizes` are the lengths of the pieces."""
 
     dimension: int
@@ -73,15 +73,15 @@ def _hosts_field(value: Any) -> int | tuple[str, ...]:
     raise ValueError("write the number of hosts, or a list with the name of each worker's host")
 
 
-def _placement_field(value: Any) -> Split | None:
+def _placement_field(value: Any) -> DimensionSplit | None:
     if value == "replicate":
         return None
     if isinstance(value, str) and (found := re.fullmatch(r"split\(\s*(\d+)\s*\)", value)):
-        return Split(int(found[1]))
+        return DimensionSplit(int(found[1]))
     if isinstance(value, Mapping) and set(value) <= {"split", "sizes"} and _is_natural(value.get("split")):
         sizes = value.get("sizes")
         if sizes is None or (isinstance(sizes, list | tuple) and all(map(_is_natural, sizes))):
-            return Split(value["split"], None if sizes is None else tuple(sizes))
+            return DimensionSplit(value["split"], None if sizes is None else tuple(sizes))
     raise ValueError("write replicate, split(DIMENSION) or {split: DIMENSION, sizes: [LENGTH, ...]}")
 
 
@@ -95,7 +95,7 @@ class LayoutSpec(_SpecModel):
     hosts: Annotated[int | tuple[str, ...], PlainValidator(_hosts_field)] = 1
     accelerators: Count | None = None
     mesh: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
-    placement: tuple[Annotated[Split | None, PlainValidator(_placement_field)], ...]
+    placement: tuple[Annotated[DimensionSplit | None, PlainValidator(_placement_field)], ...]
 
 
 class LinksSpec(_SpecModel):

@@ -170,7 +170,7 @@ class ExactModel:
             if needed <= 0:
                 return
             weights = -(-needed // stash) if stash else inputs + 1
-            if weights > inputs:  # not even all of them would be enough (`_space` says so, too)
+            if weights > inputs:  # not even all of them would be enough (`_limit_shared_mesh` says so, too)
                 continue
             weight = self._task_end(problem.task(stage, WEIGHT, weights - 1))
             room = self.model.add(self.start[forward] >= weight)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
 from service.scheduler.problem.spec import SpecError
-from service.scheduler.resharding.resharding_plan import PlannedMessage, PlannedWorker, ReshardingPlan
+from service.scheduler.resharding.resharding_plan import PlannedMessage, PlannedResharding, PlannedWorker
 from service.scheduler.views.svg import LaneChart
 
 TILE_COLOURS = (
@@ -21,7 +21,7 @@ HostLane = tuple[str, str]
 """(host, lane): "card 0 sends", "target/3 copies in", …"""
 
 
-def resharding_svg(plan: ReshardingPlan) -> str:
+def resharding_svg(plan: PlannedResharding) -> str:
     """SVG text; raises SpecError where the plan has more messages than a picture can show."""
     if len(plan.messages) > MAX_DRAWN_MESSAGES:
         raise SpecError(
@@ -44,7 +44,7 @@ def resharding_svg(plan: ReshardingPlan) -> str:
     return chart.document(_title(plan), parts)
 
 
-def _title(plan: ReshardingPlan) -> str:
+def _title(plan: PlannedResharding) -> str:
     proof = "optimal" if plan.proven_optimal else f"bound {plan.lower_bound_s:.6g} s"
     return f"{plan.strategy}: makespan {plan.makespan_s:.6g} s ({proof}), {len(plan.tiles)} tiles"
 
@@ -58,7 +58,7 @@ def _message_lanes(
 
 
 def _lane_layout(
-    plan: ReshardingPlan, lanes: set[HostLane]
+    plan: PlannedResharding, lanes: set[HostLane]
 ) -> tuple[dict[HostLane, int], dict[str, tuple[int, int]], int]:
     """Top of every lane, (top, bottom) of every host's band, and the height of all."""
     tops, bands, y = {}, {}, _TOP
@@ -96,7 +96,7 @@ _MAX_ROWS = 40
 _TILE_LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-def resharding_summary(plan: ReshardingPlan, others: Sequence[ReshardingPlan] = ()) -> str:
+def resharding_summary(plan: PlannedResharding, others: Sequence[PlannedResharding] = ()) -> str:
     """Makespan, bound and the other plans' makespans; then a line for each card and direction, a letter for each tile."""
     remote = sum(not message.local for message in plan.messages)
     lines = [
@@ -109,7 +109,7 @@ def resharding_summary(plan: ReshardingPlan, others: Sequence[ReshardingPlan] = 
     return "\n".join([*lines, *_worker_rows(plan), "", *_card_rows(plan)]) + "\n"
 
 
-def _quality(plan: ReshardingPlan) -> str:
+def _quality(plan: PlannedResharding) -> str:
     if plan.proven_optimal:
         return "proven optimal"
     if not plan.lower_bound_s:
@@ -117,11 +117,11 @@ def _quality(plan: ReshardingPlan) -> str:
     return f"at most {plan.makespan_s / plan.lower_bound_s - 1:.2%} above the optimum"
 
 
-def _ratio(other: ReshardingPlan, plan: ReshardingPlan) -> str:
+def _ratio(other: PlannedResharding, plan: PlannedResharding) -> str:
     return f", {other.makespan_s / plan.makespan_s:.3g} times as long" if plan.makespan_s else ""
 
 
-def _worker_rows(plan: ReshardingPlan) -> list[str]:
+def _worker_rows(plan: PlannedResharding) -> list[str]:
     """A row per worker: its box `[begin:end, …]` of the tensor."""
     width = max(len(worker.name) for worker in plan.workers)
     rows = [
@@ -132,7 +132,7 @@ def _worker_rows(plan: ReshardingPlan) -> list[str]:
     return _shortened(rows, "workers")
 
 
-def _card_rows(plan: ReshardingPlan) -> list[str]:
+def _card_rows(plan: PlannedResharding) -> list[str]:
     """Each card and direction over time; a column shows the tile that is transferred for most of it."""
     place = {worker.name: (worker.host, worker.card) for worker in plan.workers}
     used: dict[tuple[str, int, str], list[PlannedMessage]] = {}

@@ -12,9 +12,9 @@ from statistics import median_low
 
 from service.scheduler.problem.spec import PipelineSpec, link_costs
 from service.scheduler.why.measured import (
-    Cause,
     CauseKind,
     PlannedAndMeasured,
+    SlowdownCause,
     duration_text,
     factor_text,
     host_delays,
@@ -34,7 +34,7 @@ _SINGLE_HOST_SHARE = 0.6  # of the cost of all hosts together, from which a sing
 
 def find_causes(
     step: StepGraph, spec: PipelineSpec, *, step_s: float, nodes: Mapping[str, Collection[str]] | None = None
-) -> list[Cause]:
+) -> list[SlowdownCause]:
     """The causes inside the timeline of a step that takes `step_s` in all, the most expensive first.
 
     With the `nodes` of each mesh links between nodes are compared with each other, and those inside a node likewise.
@@ -44,7 +44,7 @@ def find_causes(
     return significant_causes(causes, step_s=step_s)
 
 
-def significant_causes(causes: Collection[Cause], *, step_s: float) -> list[Cause]:
+def significant_causes(causes: Collection[SlowdownCause], *, step_s: float) -> list[SlowdownCause]:
     """The causes that cost a clear part of the step, the most expensive first."""
     significant = [cause for cause in causes if cause.cost_s >= MIN_COST_SHARE * step_s]
     return sorted(significant, key=lambda cause: -cause.cost_s)
@@ -57,7 +57,7 @@ class _CauseFinder:
         self._meshes = total_times_by(step, lambda task: task.mesh if task.target is None else None)
         self._ratios = {mesh: times.ratio for mesh, times in self._meshes.items()}
 
-    def stages(self) -> Iterator[Cause]:
+    def stages(self) -> Iterator[SlowdownCause]:
         """Stages that are slower than the others of their mesh, and else whole meshes that are slower than others."""
         stages = total_times_by(self._step, lambda task: task.stage)
         of_mesh: dict[str, list[str]] = defaultdict(list)
@@ -80,8 +80,8 @@ class _CauseFinder:
     def _others(self, mesh: str) -> float:
         return median_ratio(ratio for other, ratio in self._ratios.items() if other != mesh)
 
-    def _stage(self, mesh: str, name: str, times: PlannedAndMeasured, factor: float) -> Cause:
-        return Cause(
+    def _stage(self, mesh: str, name: str, times: PlannedAndMeasured, factor: float) -> SlowdownCause:
+        return SlowdownCause(
             CauseKind.STAGE,
             name,
             self._saved(lambda task: factor if task.stage == name else 1.0),
@@ -90,13 +90,13 @@ class _CauseFinder:
             "of its mesh do not: it costs more than its layers were measured to cost",
         )
 
-    def _mesh(self, mesh: str, names: Collection[str]) -> Iterator[Cause]:
+    def _mesh(self, mesh: str, names: Collection[str]) -> Iterator[SlowdownCause]:
         times, others = self._meshes[mesh], self._others(mesh)
         if times.ratio < _SLOWER_RATIO * others:
             return
         factor = others / times.ratio
         beside = f", the other meshes {factor_text(others)}" if len(self._ratios) > 1 else ""
-        yield Cause(
+        yield SlowdownCause(
             CauseKind.MESH,
             mesh,
             self._saved(lambda task: factor if task.target is None and task.mesh == mesh else 1.0),
@@ -105,13 +105,13 @@ class _CauseFinder:
             "accelerator or its node is slower, or shared with others",
         )
 
-    def computing(self) -> Iterator[Cause]:
+    def computing(self) -> Iterator[SlowdownCause]:
         """The slowdown that all meshes have in common."""
         common = median_low(self._ratios.values()) if self._ratios else 1.0
         if common < _SLOWER_RATIO or len(self._ratios) == 1:  # a single mesh has none to compare with
             return
         factor = {mesh: 1.0 / min(common, max(1.0, ratio)) for mesh, ratio in self._ratios.items()}
-        yield Cause(
+        yield SlowdownCause(
             CauseKind.COMPUTE,
             "all meshes",
             self._saved(lambda task: factor[task.mesh] if task.target is None else 1.0),
@@ -119,7 +119,7 @@ class _CauseFinder:
             "processors shared with others, or layers that were measured when all was quieter",
         )
 
-    def links(self) -> Iterator[Cause]:
+    def links(self) -> Iterator[SlowdownCause]:
         """Pairs of meshes that are slower than others; else all of them, where all are slower than planned."""
         links = total_times_by(self._step, lambda task: task.link)
         weak = self._weaker(links)
@@ -139,7 +139,7 @@ class _CauseFinder:
         common = median_low(times.ratio for times in links.values()) if links else 1.0
         if common >= _SLOWER_RATIO and slow_pairs < len(pairs):
             by = {link: 1.0 / min(common, max(1.0, times.ratio)) for link, times in links.items()}
-            yield Cause(
+            yield SlowdownCause(
                 CauseKind.NETWORK,
                 "all links",
                 self._saved(lambda task: 1.0 if task.link is None else by[task.link]),
@@ -153,7 +153,7 @@ class _CauseFinder:
         links: Mapping[Link, PlannedAndMeasured],
         weak: Mapping[Link, float],
         others: float,
-    ) -> Cause:
+    ) -> SlowdownCause:
         parts, none_slower = [], True
         for link in factor:
             times, between = links[link], f"from {link[0]} to {link[1]}"
@@ -172,7 +172,7 @@ class _CauseFinder:
                 )
         if not none_slower:
             parts.append(f"transfers on other links take {factor_text(others)} as long as planned")
-        return Cause(
+        return SlowdownCause(
             CauseKind.LINK,
             " and ".join(f"{a} -> {b}" for a, b in factor),
             self._saved(lambda task: factor.get(task.link or ("", ""), 1.0)),
@@ -213,7 +213,7 @@ class _CauseFinder:
                 return True
         return False
 
-    def hosts(self) -> Iterator[Cause]:
+    def hosts(self) -> Iterator[SlowdownCause]:
         """Actions and transfers that begin late though all before them has ended: of one mesh, or of all."""
         every_s = self._without_delay(frozenset(self._ratios))
         if every_s <= 0:
@@ -223,7 +223,7 @@ class _CauseFinder:
         alone_s = self._without_delay(frozenset((slowest,)))
         usual_s = median_low(late_s.values())
         if len(late_s) > 1 and alone_s >= _SINGLE_HOST_SHARE * every_s:
-            yield Cause(
+            yield SlowdownCause(
                 CauseKind.HOST,
                 slowest,
                 alone_s,
@@ -232,7 +232,7 @@ class _CauseFinder:
                 "accelerator itself is not slower",
             )
             return
-        yield Cause(
+        yield SlowdownCause(
             CauseKind.HOST,
             "all meshes",
             every_s,

@@ -17,13 +17,13 @@ from service.scheduler.why.causes import find_causes, significant_causes
 from service.scheduler.why.changes import JobLayers, best_change_of_kinds, find_changes
 from service.scheduler.why.gaps import TimedSlot, find_gaps
 from service.scheduler.why.measured import (
-    Cause,
     CauseKind,
     Change,
     ChangeKind,
     Explanation,
     LinkTotals,
     MeshTotals,
+    SlowdownCause,
     TimelineTotals,
     duration_text,
 )
@@ -173,10 +173,10 @@ class _StepParts:
         return cls(whole_s, behind_makespan_s(slots), whole_s - (end_s - start_s))
 
 
-def _causes_outside_timeline(plan: PlannedStep, behind: _StepParts) -> list[Cause]:
+def _causes_outside_timeline(plan: PlannedStep, behind: _StepParts) -> list[SlowdownCause]:
     """Causes that the timeline does not show."""
     found = [
-        Cause(
+        SlowdownCause(
             CauseKind.BETWEEN,
             "driver",
             behind.rest_s,
@@ -186,7 +186,7 @@ def _causes_outside_timeline(plan: PlannedStep, behind: _StepParts) -> list[Caus
     ]
     if plan.update_s > 0 and behind.update_s > _SLOWER_UPDATE_RATIO * plan.update_s:
         found.append(
-            Cause(
+            SlowdownCause(
                 CauseKind.UPDATE,
                 "all meshes",
                 behind.update_s - plan.update_s,
@@ -197,21 +197,25 @@ def _causes_outside_timeline(plan: PlannedStep, behind: _StepParts) -> list[Caus
     return found
 
 
-def _structural_causes(changes: Sequence[Change], causes: Sequence[Cause], step_s: float) -> list[Cause]:
+def _structural_causes(
+    changes: Sequence[Change], causes: Sequence[SlowdownCause], step_s: float
+) -> list[SlowdownCause]:
     """Limits and cuts that cost a clear part of the step. Where a mesh or a stage is slow, another cut would only
     work around that: the cut itself is not to blame."""
     slow = any(
         cause.cost_s > 0 and cause.kind in (CauseKind.MESH, CauseKind.STAGE, CauseKind.COMPUTE)
         for cause in causes
     )
-    found: dict[CauseKind, Cause] = {}
+    found: dict[CauseKind, SlowdownCause] = {}
     for change in best_change_of_kinds(changes, _CAUSE_OF_CHANGE, step_s=step_s):
         kind = _CAUSE_OF_CHANGE[change.kind]
         if kind is CauseKind.CUT and slow:
             continue
         words = "memory limits keep meshes waiting" if kind is CauseKind.MEMORY else "the stages are uneven"
         subject = change.subject if kind is CauseKind.MEMORY else "cut"
-        found.setdefault(kind, Cause(kind, subject, change.alone_s, f"{words}; with {change.message}"))
+        found.setdefault(
+            kind, SlowdownCause(kind, subject, change.alone_s, f"{words}; with {change.message}")
+        )
     return list(found.values())
 
 
@@ -224,7 +228,7 @@ def _verdict_text(
     plan: PlannedStep,
     ran: TimelineTotals | None,
     calibration: Calibration | None,
-    causes: Sequence[Cause],
+    causes: Sequence[SlowdownCause],
     changes: Sequence[Change],
 ) -> str:
     parts = []

@@ -262,7 +262,7 @@ class ChangeKind(StrEnum):
 
 
 @dataclass(frozen=True)
-class Cause:
+class SlowdownCause:
     """`cost_s` is how much shorter the step would be without it, all else as it was measured."""
 
     kind: CauseKind
@@ -332,7 +332,7 @@ class Explanation:
     planned: TimelineTotals
     measured: TimelineTotals | None
     calibrated: Calibration | None
-    causes: tuple[Cause, ...]
+    causes: tuple[SlowdownCause, ...]
     changes: tuple[Change, ...]
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

@@ -19,7 +19,7 @@ from service.spec.states import AttemptState, JobState
 from service.store.attempts import create_attempt
 from service.store.database import Database, utc_now
 from service.store.jobs import NewJob, create_jobs
-from service.store.tables import Attempt
+from service.store.tables import AttemptRow
 from service.store.transitions import move_attempt, move_job
 from tests.benchmarks.service.load import Answers, by_clients, getting, posting
 from tests.benchmarks.service.server import Served
@@ -52,13 +52,15 @@ async def add_history(database_url: str) -> None:
     await database.close()
 
 
-async def started(served: Served, database_url: str) -> list[Attempt]:
+async def started(served: Served, database_url: str) -> list[AttemptRow]:
     """The attempts that the control plane has started for the jobs that train."""
     async with aiohttp.ClientSession(served.url, trust_env=False) as session:
         for _ in range(TRAINING):
             await posting("/api/v1/jobs", job_body(name="training"), status=201)(session)
     database, deadline = Database(database_url), time.monotonic() + _START_LIMIT_S
-    query = select(Attempt).where(Attempt.state == AttemptState.STARTING, Attempt.submitted_at.is_not(None))
+    query = select(AttemptRow).where(
+        AttemptRow.state == AttemptState.STARTING, AttemptRow.submitted_at.is_not(None)
+    )
     try:
         while True:
             async with database.read() as session:
@@ -85,7 +87,7 @@ async def add_waiting(served: Served) -> None:
         await asyncio.gather(*(one() for _ in range(WAITING)))
 
 
-async def driver(url: str, attempt: Attempt) -> None:
+async def driver(url: str, attempt: AttemptRow) -> None:
     """Reports until it is cancelled, as a driver that trains does."""
     headers = {"Authorization": f"Bearer {attempt.token}"}
     step, sequence, timeline_at = 0, 0, 0.0
@@ -152,7 +154,7 @@ async def follower(url: str, job_id: str, seen: Followed) -> None:
 
 
 async def measured(
-    served: Served, attempts: list[Attempt], *, lasts_s: float
+    served: Served, attempts: list[AttemptRow], *, lasts_s: float
 ) -> tuple[dict[str, Answers], Followed]:
     """What clients wait for, each kind asked all the time while the rest goes on."""
     seen, job_id = Followed(), attempts[0].job_id

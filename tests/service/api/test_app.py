@@ -10,7 +10,7 @@ import httpx
 
 from service.api.app import create_app
 from service.jobs.service import Service
-from service.orchestrator.planning.pool import Planner
+from service.orchestrator.planning.pool import PlannerPool
 from service.orchestrator.ray.clusters import build_clusters
 from service.orchestrator.ray.driver_logs import LogReader
 from service.orchestrator.tasks.artifacts import ExportTask, RemovalTask
@@ -33,7 +33,7 @@ async def test_an_api_without_an_orchestrator_takes_jobs_and_shows_cluster_and_l
         await database.start()
         clusters = build_clusters(settings, {"default": cluster}, refresh_s=600)
         await clusters.refresh()
-        planner = Planner(processes=1, queue=0, timeout_s=10)
+        planner = PlannerPool(processes=1, queue=0, timeout_s=10)
         yield Service(
             settings,
             database,

@@ -21,7 +21,7 @@ from service.store.database import Database, utc_now
 from service.store.measurements import SlotRecord, record_timeline
 from service.store.plans import record_job_plan
 from service.store.queues import count_jobs_and_attempts
-from service.store.tables import Attempt, Job
+from service.store.tables import AttemptRow, JobRow
 from tests.service.api.pages.seed import MICROBATCHES, SLOWER, job_spec, measured, pipeline
 from tests.service.conftest import create_job
 
@@ -32,7 +32,7 @@ def ago(seconds: float):
     return NOW - timedelta(seconds=seconds)
 
 
-async def running(database: Database, *, waited_s: float = 0.0, age_s: float = 0.0, **fields) -> Attempt:
+async def running(database: Database, *, waited_s: float = 0.0, age_s: float = 0.0, **fields) -> AttemptRow:
     """A job that was submitted `age_s` + `waited_s` ago and trains since `age_s`."""
     spec = JobSpec.model_validate({**job_spec("gpt").model_dump(mode="json"), **fields})
     async with database.write() as session:
@@ -65,7 +65,7 @@ async def test_a_job_is_there_with_its_name_until_it_is_over(database: Database)
     )
     assert found["slotline_job_attempts"] == {(attempt.job_id,): 1}
     async with database.write() as session:
-        job = await session.get(Job, attempt.job_id)
+        job = await session.get(JobRow, attempt.job_id)
         transitions.move_job(session, job, JobState.SUCCEEDED, at=NOW)
     assert "slotline_job_info" not in await scraped(database)
 
@@ -77,8 +77,8 @@ async def test_times_of_the_last_checkpoint_and_of_the_last_interruption_are_tol
     assert "slotline_attempt_end_timestamp_seconds" not in found
     for number, (reason, age_s) in enumerate([("NODE_LOST", 2000), ("PREEMPTED", 900)], 2):
         async with database.write() as session:
-            job = await session.get(Job, attempt.job_id)
-            last = await session.get(Attempt, job.current_attempt)
+            job = await session.get(JobRow, attempt.job_id)
+            last = await session.get(AttemptRow, job.current_attempt)
             told = f"after step {number}: 1 MB"
             transitions.add_event(session, job, "checkpoint", told, at=ago(age_s + 50), attempt=last.number)
             transitions.move_attempt(last, AttemptState.FAILED, reason=reason, at=ago(age_s))
@@ -113,7 +113,7 @@ async def test_waits_for_the_first_attempt_are_a_histogram(database: Database):
 async def test_a_further_attempt_is_no_further_wait(database: Database):
     attempt = await running(database, waited_s=30)
     async with database.write() as session:
-        job = await session.get(Job, attempt.job_id)
+        job = await session.get(JobRow, attempt.job_id)
         transitions.move_job(session, job, JobState.RECOVERING, at=NOW)
         await create_attempt(session, job, device="cpu", at=NOW)
     assert (await scraped(database))["slotline_queue_wait_seconds_count"][("default",)] == 1
@@ -138,7 +138,7 @@ async def test_the_age_of_a_checkpoint_counts_from_the_last_one_or_from_the_star
     assert found["slotline_checkpoint_age_seconds"] == {(attempt.job_id,): pytest.approx(1000, abs=0.01)}
     assert found["slotline_checkpoint_interval_seconds"] == {(attempt.job_id,): 100}
     async with database.write() as session:
-        job = await session.get(Job, attempt.job_id)
+        job = await session.get(JobRow, attempt.job_id)
         transitions.add_event(session, job, "checkpoint", "after step 50: /runs/a/50", at=ago(70), attempt=1)
         transitions.add_event(
             session, job, "checkpoint", "cannot be read; trying /runs/a/0", at=ago(5), attempt=1
@@ -226,7 +226,7 @@ async def test_the_calibrated_makespan_is_that_of_the_last_warm_steps_of_the_pla
     assert await calibrated() == pytest.approx(2.0 * once_s), "the median of eight"
     async with database.write() as session:
         await session.merge(attempt)
-        later = Attempt(**{c.key: getattr(attempt, c.key) for c in Attempt.__table__.columns})
+        later = AttemptRow(**{c.key: getattr(attempt, c.key) for c in AttemptRow.__table__.columns})
         later.id, later.number = f"{attempt.job_id}-2", 2
         session.add(later)
         await session.flush()
@@ -301,7 +301,7 @@ async def test_phases_of_a_start_are_told_of_the_current_attempt(database: Datab
     waited = {(attempt.job_id, "queue"): pytest.approx(7.0)}
     assert await told_phases(database) == waited, "Ray has not been given the driver yet"
     async with database.write() as session:
-        kept = await session.get(Attempt, attempt.id)
+        kept = await session.get(AttemptRow, attempt.id)
         kept.submitted_at, kept.started_at = ago(98), ago(68)
     assert await told_phases(database) == {
         **waited,
@@ -313,8 +313,8 @@ async def test_phases_of_a_start_are_told_of_the_current_attempt(database: Datab
 async def test_a_job_that_recovers_waits_from_the_end_of_the_attempt_before(database: Database):
     attempt = await running(database, waited_s=7, age_s=100)
     async with database.write() as session:
-        job = await session.get(Job, attempt.job_id)
-        ended = await session.get(Attempt, attempt.id)
+        job = await session.get(JobRow, attempt.job_id)
+        ended = await session.get(AttemptRow, attempt.id)
         transitions.move_attempt(ended, AttemptState.FAILED, at=ago(20))
         transitions.move_job(session, job, JobState.RECOVERING, at=ago(20))
         await create_attempt(session, job, device="cpu", at=ago(5))
@@ -334,8 +334,8 @@ async def test_a_plan_of_another_attempt_is_not_compared(database: Database):
         {"begins": ["a"], "spec": spec.model_dump(mode="json"), "plan": plan.model_dump(mode="json")}
     )
     async with database.write() as session:
-        job = await session.get(Job, attempt.job_id)
-        transitions.move_attempt(await session.get(Attempt, attempt.id), AttemptState.FAILED, at=NOW)
+        job = await session.get(JobRow, attempt.job_id)
+        transitions.move_attempt(await session.get(AttemptRow, attempt.id), AttemptState.FAILED, at=NOW)
         transitions.move_job(session, job, JobState.RECOVERING, at=NOW)
         later = await create_attempt(session, job, device="cpu", at=NOW)
         await record_job_plan(session, later, body, at=NOW)
@@ -352,7 +352,7 @@ def test_waiting_for_the_other_end_is_no_transfer():
     assert step_seconds(slots[:1]).links == {}, "the other end was not measured"
 
 
-async def profile(database: Database, attempt: Attempt, step: int, slots: list[SlotRecord]) -> None:
+async def profile(database: Database, attempt: AttemptRow, step: int, slots: list[SlotRecord]) -> None:
     async with database.write() as session:
         await record_timeline(
             session, attempt, step=step, started_at=1.8e9, uncertainty_s=None, slots=slots, keep=9

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from service.observability.instruments import PLANNING_SECONDS
-from service.orchestrator.planning.pool import Planner, PlannerLoad, PlanRefusedError, WaitQueue
+from service.orchestrator.planning.pool import PlannerLoad, PlannerPool, PlanRefusedError, WaitQueue
 
 
 async def test_a_line_tells_how_many_plan_and_wait():
@@ -41,7 +41,7 @@ async def test_plans_are_timed_by_how_they_end(error, outcome, monkeypatch):
             raise error
         return "{}"
 
-    planner = Planner(processes=1, queue=1, timeout_s=1.0)
+    planner = PlannerPool(processes=1, queue=1, timeout_s=1.0)
     monkeypatch.setattr(planner, "_admitted", answer)
 
     def count() -> float:

@@ -35,7 +35,7 @@ from service.store.database import Database, utc_now
 from service.store.events import events_of
 from service.store.files import store_package
 from service.store.measurements import StepRecord, steps_of
-from service.store.tables import Attempt, Base, Job
+from service.store.tables import AttemptRow, Base, JobRow
 from service.store.transitions import lock_job
 from tests.service.conftest import create_job, job_body
 from tests.service.fake_cluster import FakeCluster, ask_at_once
@@ -78,11 +78,11 @@ class World:
             job = await create_job(session, JobSpec.model_validate(job_body(**changes)), at=utc_now())
         return job.id
 
-    async def job(self, job_id: str) -> Job:
+    async def job(self, job_id: str) -> JobRow:
         async with self.database.read() as session:
             return await job_store.find_job(session, job_id)
 
-    async def attempt(self, attempt_id: str) -> Attempt:
+    async def attempt(self, attempt_id: str) -> AttemptRow:
         async with self.database.read() as session:
             return await find_attempt(session, attempt_id)
 

@@ -14,20 +14,20 @@ from service.store.attempts import (
     find_attempt,
 )
 from service.store.database import Database
-from service.store.tables import Attempt
+from service.store.tables import AttemptRow
 from service.store.transitions import lock_job, move_job
 from tests.service.conftest import create_job, job_body
 
 AT = datetime(2026, 5, 17, 12, 0, tzinfo=UTC)
 
 
-async def start(database: Database) -> Attempt:
+async def start(database: Database) -> AttemptRow:
     async with database.write() as session:
         job = await create_job(session, JobSpec.model_validate(job_body()), at=AT)
         return await create_attempt(session, job, device="cpu", at=AT)
 
 
-async def next_attempt(database: Database, attempt: Attempt) -> Attempt:
+async def next_attempt(database: Database, attempt: AttemptRow) -> AttemptRow:
     """The attempt that follows one that failed."""
     async with database.write() as session:
         job = await lock_job(session, attempt.job_id)

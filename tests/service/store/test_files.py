@@ -25,7 +25,16 @@ from service.store.files import (
 from service.store.jobs import find_job, retry_job
 from service.store.measurements import record_steps, record_timeline
 from service.store.plans import record_job_plan
-from service.store.tables import Attempt, Base, JobPlan, PlacedMesh, PostMortem, Slot, Step, Timeline
+from service.store.tables import (
+    AttemptRow,
+    Base,
+    JobPlanRow,
+    PlacedMeshRow,
+    PostMortemRow,
+    SlotRow,
+    StepRow,
+    TimelineRow,
+)
 from service.store.transitions import move_attempt, move_job
 from tests.service.conftest import create_job, job_body
 from tests.service.fake_cluster import FakeCluster
@@ -48,7 +57,9 @@ async def job_with_everything(
         await record_steps(session, attempt, [step(1), step(2)])
         await record_job_plan(session, attempt, "{}", at=at)
         where = {"job_id": job.id, "cluster": "default", "mesh": "m0", "node_id": "id-1", "node": "n1"}
-        await record_placement(session, attempt.id, [PlacedMesh(attempt_id=attempt.id, workers=1, **where)])
+        await record_placement(
+            session, attempt.id, [PlacedMeshRow(attempt_id=attempt.id, workers=1, **where)]
+        )
         for number in range(timelines):
             await record_timeline(
                 session,
@@ -71,10 +82,10 @@ async def left(database: Database, job_id: str) -> dict[str, int]:
     """Rows of a job by table, and the length of its log."""
     async with database.read() as session:
         found = {}
-        for table in (Slot, Timeline, Step, JobPlan, PostMortem, PlacedMesh, Attempt):
+        for table in (SlotRow, TimelineRow, StepRow, JobPlanRow, PostMortemRow, PlacedMeshRow, AttemptRow):
             query = select(func.count()).select_from(table).where(table.job_id == job_id)
             found[table.__tablename__] = (await session.execute(query)).scalar_one()
-        logs = select(Attempt.log).where(Attempt.job_id == job_id)
+        logs = select(AttemptRow.log).where(AttemptRow.job_id == job_id)
         found["log"] = sum(len(log or "") for log in (await session.execute(logs)).scalars())
         return found
 

@@ -17,14 +17,14 @@ from service.store.database import Database
 from service.store.events import events_of
 from service.store.jobs import PageKey
 from service.store.queues import count_jobs_and_attempts
-from service.store.tables import Base, Job
+from service.store.tables import Base, JobRow
 from service.store.transitions import TransitionError, add_event, lock_job, move_attempt, move_job
 from tests.service.conftest import create_job, job_body, somebody_waits
 
 AT = datetime(2026, 5, 17, 12, 0, tzinfo=UTC)
 
 
-async def submit(database: Database, at: datetime = AT, **changes) -> Job:
+async def submit(database: Database, at: datetime = AT, **changes) -> JobRow:
     async with database.write() as session:
         return await create_job(session, JobSpec.model_validate(job_body(**changes)), at=at)
 
@@ -264,7 +264,7 @@ async def test_of_retries_and_cancels_that_meet_one_happens_and_the_others_are_t
         return store.retry_job(session, job.id, at=AT)
 
     answers = await meeting(database, job.id, fail, retry, retry, retry)
-    assert sorted(type(answer).__name__ for answer in answers) == ["Job"] + ["TransitionError"] * 2
+    assert sorted(type(answer).__name__ for answer in answers) == ["JobRow"] + ["TransitionError"] * 2
     async with database.read() as session:
         assert (await store.find_job(session, job.id)).state == "QUEUED"
         assert [event.number for event in await events_of(session, job.id)] == [1, 2, 3]

@@ -16,7 +16,7 @@ from service.store import database as room
 from service.store.database import Database, utc_now
 from service.store.leases import FencedDatabase, Lease, LeaseLostError, read_lease_status
 from service.store.tables import LeaseRow as Row
-from service.store.tables import Profile
+from service.store.tables import ProfileRow
 from tests.polling import until_async
 
 LONG_S = 600.0
@@ -37,11 +37,11 @@ async def expire(database: Database) -> None:
 
 async def keys(database: Database) -> set[str]:
     async with database.read() as session:
-        return set((await session.execute(select(Profile.key))).scalars())
+        return set((await session.execute(select(ProfileRow.key))).scalars())
 
 
-def profile(key: str) -> Profile:
-    return Profile(key=key, created_at=utc_now(), body={})
+def profile(key: str) -> ProfileRow:
+    return ProfileRow(key=key, created_at=utc_now(), body={})
 
 
 async def test_one_of_two_has_it_until_it_lets_go(database: Database, other: Database):

@@ -15,7 +15,7 @@ from service.store import jobs as room
 from service.store.database import Database
 from service.store.events import events_of
 from service.store.jobs import NewJob, SubmissionBatcher, find_job
-from service.store.tables import AuditEntry, JobLabel
+from service.store.tables import AuditEntryRow, JobLabelRow
 from tests.service.conftest import job_body
 
 AT = datetime(2026, 5, 17, 12, 0, tzinfo=UTC)
@@ -38,8 +38,8 @@ async def test_jobs_that_come_together_share_one_commit_and_are_whole(database: 
     assert len(made) == 1
     assert [job.name for job in jobs] == [f"n{number}" for number in range(20)]
     async with database.read() as session:
-        labels = dict((await session.execute(select(JobLabel.job_id, JobLabel.value))).all())
-        audited = (await session.execute(select(AuditEntry.subject))).scalars().all()
+        labels = dict((await session.execute(select(JobLabelRow.job_id, JobLabelRow.value))).all())
+        audited = (await session.execute(select(AuditEntryRow.subject))).scalars().all()
         for number, job in enumerate(jobs):
             stored = await find_job(session, job.id)
             (first,) = await events_of(session, job.id)

@@ -11,7 +11,7 @@ from service.spec.states import JobState
 from service.spec.values import storable_text
 from service.store.database import Database
 from service.store.events import events_of
-from service.store.tables import Base, Job
+from service.store.tables import Base, JobRow
 from service.store.transitions import explain_wait, lock_job, lock_jobs, move_job
 from tests.service.conftest import create_job, job_body
 
@@ -28,7 +28,7 @@ async def sqlite(tmp_path):
     await database.close()
 
 
-async def submit(database: Database) -> Job:
+async def submit(database: Database) -> JobRow:
     async with database.write() as session:
         return await create_job(session, JobSpec.model_validate(job_body()), at=AT)
 

@@ -13,7 +13,7 @@ from pydantic_core import PydanticUndefined
 import worker.contract
 from service.spec import job as jobs
 from service.spec import job as spec_job
-from service.spec.job import Loader
+from service.spec.job import LoaderSection
 from worker.contract import job as parsed
 from worker.contract.job import CheckpointPolicy, Job, LossScaling, Model, Optimizer
 
@@ -72,18 +72,18 @@ WHOLE = {
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
-        (parsed.Factory, jobs.Factory),
-        (parsed.Model, jobs.Model),
-        (parsed.Data, jobs.Data),
-        (parsed.Loader, Loader),
-        (parsed.Optimizer, jobs.Optimizer),
-        (parsed.Training, jobs.Training),
-        (LossScaling, spec_job.LossScaling),
-        (parsed.Pipeline, jobs.Pipeline),
+        (parsed.Factory, jobs.FactorySection),
+        (parsed.Model, jobs.ModelSection),
+        (parsed.Data, jobs.DataSection),
+        (parsed.Loader, LoaderSection),
+        (parsed.Optimizer, jobs.OptimizerSection),
+        (parsed.Training, jobs.TrainingSection),
+        (LossScaling, spec_job.LossScalingSection),
+        (parsed.Pipeline, jobs.PipelineSection),
         (parsed.Resources, jobs.Resources),
-        (parsed.CheckpointPolicy, jobs.Checkpoint),
-        (parsed.TrackerSpec, spec_job.Tracker),
-        (parsed.Code, jobs.Code),
+        (parsed.CheckpointPolicy, jobs.CheckpointSection),
+        (parsed.TrackerSpec, spec_job.TrackerSection),
+        (parsed.Code, jobs.CodeSection),
     ],
 )
 def test_fields_and_defaults_are_those_of_the_control_plane(ours, theirs):

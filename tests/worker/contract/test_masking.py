@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.contract.logs import MaskedStream, SecretMask
-from worker.driver.control_plane_client import ControlPlane
+from worker.driver.control_plane_client import ControlPlaneClient
 
 KEY = "-----BEGIN KEY-----\nabcdefghijkl\nxyz\n-----END KEY-----\n"
 
@@ -76,7 +76,7 @@ def test_what_goes_to_the_control_plane_is_blanked():
         sent.append(json.loads(request.content))
         return httpx.Response(200, json={"command": "continue"})
 
-    control = ControlPlane("http://127.0.0.1:1", "a-1", "t", mask=masked("hunter2-and-more"))
+    control = ControlPlaneClient("http://127.0.0.1:1", "a-1", "t", mask=masked("hunter2-and-more"))
     control._client = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://127.0.0.1:1")
     control.report({"sequence": 1, "message": "it said hunter2-and-more"})
     assert sent == [{"sequence": 1, "message": "it said ***"}]

@@ -197,7 +197,7 @@ def run_attempt(
         patch.setattr(gang, "lost_nodes", lambda _: {})
         for module in ("__main__", "trainer", "benchmarks", "step_loop"):
             patch.setattr(f"worker.driver.{module}.own_node_address", lambda: HERE)
-        client = control_plane_client.ControlPlane(plane.url, f"job-{number}", "secret")
+        client = control_plane_client.ControlPlaneClient(plane.url, f"job-{number}", "secret")
         try:
             attempt = driver.attempt_from(client.attempt(), limits or Limits(linger_s=0.0))
             return plane, driver.run_to_end(attempt, client, NoSignals(), protocol=None)

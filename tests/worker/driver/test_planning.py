@@ -31,7 +31,7 @@ from worker.contract.profile import LayerCost, LayerProfile
 from worker.contract.reasons import Cause, Reason
 from worker.driver import planning
 from worker.driver.benchmarks import GangMeasurements
-from worker.driver.control_plane_client import PLAN_TIMEOUT_S, ControlPlane, Refused
+from worker.driver.control_plane_client import PLAN_TIMEOUT_S, ControlPlaneClient, Refused
 from worker.driver.evaluation import plan_evaluation
 from worker.driver.limits import Limits
 from worker.driver.planning import Planner
@@ -460,7 +460,7 @@ def test_a_driver_waits_for_a_plan_as_long_as_the_control_plane_says_and_keeps_t
         timeouts.append(request.extensions["timeout"]["read"])
         return httpx.Response(422, json={"detail": "too slow", "code": "PLANNING_TIMEOUT"})
 
-    control = ControlPlane("http://localhost:1", "job-1", "token")
+    control = ControlPlaneClient("http://localhost:1", "job-1", "token")
     control._client = httpx.Client(base_url="http://localhost:1", transport=httpx.MockTransport(answer))
     control.attempt()
     for ask in (control.plan, control.plan_forwards):

@@ -17,7 +17,7 @@ import tenacity
 
 from tests.polling import until
 from worker.contract.reasons import Reason
-from worker.driver.control_plane_client import ControlPlane, Refused
+from worker.driver.control_plane_client import ControlPlaneClient, Refused
 from worker.driver.reporter import Reporter
 
 LIMIT_S = 30.0
@@ -67,7 +67,7 @@ def plane():
 
 
 def unstarted(port: int) -> Reporter:
-    control = ControlPlane(f"http://127.0.0.1:{port}", "a1", "secret", patience_s=5.0)
+    control = ControlPlaneClient(f"http://127.0.0.1:{port}", "a1", "secret", patience_s=5.0)
     return Reporter(control, heartbeat_s=0.05)
 
 
@@ -405,7 +405,7 @@ def test_a_reporter_whose_thread_is_gone_keeps_nobody_waiting(plane):
 
 def test_a_refusal_carries_the_detail_of_the_problem(plane):
     plane.answer = lambda body: (422, {"title": "bad", "detail": "stages: 9 is more than 4 layers"})
-    control = ControlPlane(f"http://127.0.0.1:{plane.port}", "a1", "secret", patience_s=5.0)
+    control = ControlPlaneClient(f"http://127.0.0.1:{plane.port}", "a1", "secret", patience_s=5.0)
     with pytest.raises(Refused, match="9 is more than 4 layers") as caught:
         control.plan({})
     assert caught.value.status == 422
@@ -425,7 +425,7 @@ def test_an_absent_control_plane_is_given_up_after_the_stated_patience(monkeypat
     clock = types.SimpleNamespace(sleep=sleep, monotonic=lambda: now[0])
     monkeypatch.setattr(tenacity, "time", clock)
     monkeypatch.setattr(tenacity.nap, "time", clock)
-    control = ControlPlane(f"http://127.0.0.1:{port}", "a1", "secret", patience_s=40.0)
+    control = ControlPlaneClient(f"http://127.0.0.1:{port}", "a1", "secret", patience_s=40.0)
     with pytest.raises(httpx.HTTPError):
         control.attempt()
     assert now[0] >= 40.0 > sum(pauses[:-1])
@@ -455,7 +455,7 @@ def test_nothing_follows_the_final_report(plane):
 
 def test_a_proxy_of_the_environment_is_not_asked_for_a_control_plane_on_this_machine(plane, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
-    control = ControlPlane(f"http://127.0.0.1:{plane.port}", "a1", "secret", patience_s=5.0)
+    control = ControlPlaneClient(f"http://127.0.0.1:{plane.port}", "a1", "secret", patience_s=5.0)
     control.report({"sequence": 1})
     control.close()
     assert [report["sequence"] for report in plane.reports] == [1]

@@ -7,7 +7,7 @@ import json
 import httpx
 import pytest
 
-from worker.driver.control_plane_client import ControlPlane, Refused
+from worker.driver.control_plane_client import ControlPlaneClient, Refused
 
 
 class Plane:
@@ -30,7 +30,7 @@ class Plane:
         return httpx.Response(200, json={"job_id": "job"})
 
     def asked(self) -> dict[str, str]:
-        control = ControlPlane("http://localhost:1", "job-1", "shown")
+        control = ControlPlaneClient("http://localhost:1", "job-1", "shown")
         headers = control._client.headers
         control._client = httpx.Client(
             base_url="http://localhost:1", headers=headers, transport=httpx.MockTransport(self.answer)

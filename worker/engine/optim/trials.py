@@ -317,7 +317,7 @@ def step_subsets(
     make: Callable[..., torch.optim.Optimizer],
     shapes: Mapping[str, Sequence[int]],
     layouts: Sequence[Sequence[ModelSubset]],
-    phases: Sequence[Phase],
+    phases: Sequence[TrialPhase],
     device: str = "cpu",
     whole: ModelSubset = _ALL_PARAMETERS,
 ) -> Trial:
@@ -364,7 +364,7 @@ def step_subsets(
 
 
 @dataclass(frozen=True)
-class Phase:
+class TrialPhase:
     """Steps of a trial; gradients begin with `scale` and are multiplied by `growth` after each. Most elements of `sparse`
     ones are zero."""
 
@@ -374,9 +374,14 @@ class Phase:
     sparse: bool = False
 
 
-UPDATE_RULE_PHASES = (Phase(16), Phase(8, growth=1.6), Phase(8, growth=1 / 1.6), Phase(8, sparse=True))
-_LONG_PHASES = (Phase(800),)
-FACTORY_PHASES = (Phase(3),)
+UPDATE_RULE_PHASES = (
+    TrialPhase(16),
+    TrialPhase(8, growth=1.6),
+    TrialPhase(8, growth=1 / 1.6),
+    TrialPhase(8, sparse=True),
+)
+_LONG_PHASES = (TrialPhase(800),)
+FACTORY_PHASES = (TrialPhase(3),)
 
 
 class _Objective:
@@ -386,7 +391,7 @@ class _Objective:
     def __init__(
         self,
         shapes: Mapping[str, Sequence[int]],
-        phases: Sequence[Phase],
+        phases: Sequence[TrialPhase],
         device: str,
         dtype: torch.dtype,
     ):
@@ -467,7 +472,7 @@ class _Run:
 def _run_together(
     make: Callable[..., torch.optim.Optimizer],
     shapes: Mapping[str, Sequence[int]],
-    phases: Sequence[Phase],
+    phases: Sequence[TrialPhase],
     device: str,
     whole: ModelSubset,
 ) -> tuple[_Objective, _Run]:
@@ -488,7 +493,7 @@ def _run_together(
         accepted = {
             shape
             for shape in {*shapes.values()}
-            if run(_Objective({"alone": shape}, (Phase(1),), place, dtype))
+            if run(_Objective({"alone": shape}, (TrialPhase(1),), place, dtype))
         }
         named = {name: shape for name, shape in shapes.items() if shape in accepted}
         if 1 < len(named) < len(shapes) and (result := run(_Objective(named, phases, place, dtype))):

@@ -15,7 +15,7 @@ from service.spec.states import BY_SLOTLINE, NodeMark, NodeState
 from service.store.attempts import record_placement
 from service.store.database import utc_now
 from service.store.node_states import set_node_mark
-from service.store.tables import PlacedMesh
+from service.store.tables import PlacedMeshRow
 from tests.polling import until
 from tests.service.conftest import job_body
 from tests.service.fake_cluster import FakeCluster
@@ -42,7 +42,7 @@ def node_name(number: int) -> str:
 def placed(served: Served, job_id: str, first_node: int, meshes: int) -> None:
     """The attempt's meshes of 4 workers, two on a node."""
     rows = [
-        PlacedMesh(
+        PlacedMeshRow(
             attempt_id=f"{job_id}-1",
             job_id=job_id,
             cluster="default",

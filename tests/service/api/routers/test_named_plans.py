@@ -13,7 +13,7 @@ from service.store.database import utc_now
 from service.store.files import RetentionPolicy, apply_retention
 from service.store.jobs import find_job
 from service.store.plans import saved_plan_by_id
-from service.store.tables import SavedPlan
+from service.store.tables import SavedPlanRow
 from service.store.transitions import lock_job
 from tests.service.api.conftest import Api, ApiMaker
 from tests.service.api.routers.test_job_plans import OPEN, answers, costs, fails, measuring, profile_of
@@ -320,5 +320,5 @@ async def test_lists_of_plans_have_pages_and_no_bodies(api: Api):
     assert "programs" not in json.dumps(page)
     async with api.service.database.read() as session:
         assert (await find_job(session, "job-none")) is None
-        rows = await session.execute(SavedPlan.__table__.select())
+        rows = await session.execute(SavedPlanRow.__table__.select())
         assert {row.owner for row in rows} == {""}

@@ -12,7 +12,7 @@ from service.orchestrator.decisions.attempt_lifecycle import RayJob, RayState
 from service.orchestrator.ray.jobs_api import KUBERNETES_NODE_LABEL, RayNode, ResourceUse
 from service.spec.principals import Role
 from service.store.database import utc_now
-from service.store.tables import Attempt, NodeStateRow
+from service.store.tables import AttemptRow, NodeStateRow
 from tests.service.api.conftest import Api, ApiMaker
 from tests.service.api.routers.test_jobs import problem
 from tests.service.api.routers.test_people import token
@@ -116,7 +116,7 @@ async def test_on_a_drained_node_jobs_save_and_go_on_elsewhere_and_nothing_new_l
     await placed(api, here)
     there = await running(api, **TWO)
     async with api.service.database.read() as session:
-        assert (await session.get(Attempt, f"{here}-1")).end_asked_at is None
+        assert (await session.get(AttemptRow, f"{here}-1")).end_asked_at is None
     drained = await set_state(api, "gpu-1", "DRAINING", "fan")
     assert (drained["state"], drained["reason"], drained["by"]) == ("DRAINING", "fan", "")
     await turn(api)
@@ -224,7 +224,7 @@ async def test_a_quarantine_ends_by_itself_and_old_losses_do_not_count(nodes_api
     await turn(api, 3)
     async with api.service.database.write() as session:
         for job_id in job_ids:
-            (await session.get(Attempt, f"{job_id}-1")).finished_at -= timedelta(hours=7)
+            (await session.get(AttemptRow, f"{job_id}-1")).finished_at -= timedelta(hours=7)
         row = await session.get(NodeStateRow, ("default", "gpu-1", ""))
         row.set_at -= timedelta(hours=8)
     await placed(api, job_ids[0], number=2)

@@ -14,7 +14,7 @@ import zipfile
 
 import pytest
 
-from service.orchestrator.planning.pool import PLAN_LIMIT_S, Planner, PlannerBusyError, PlanTimeoutError
+from service.orchestrator.planning.pool import PLAN_LIMIT_S, PlannerBusyError, PlannerPool, PlanTimeoutError
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import PipelineSpec
 from service.scheduler.programs.plan import Plan
@@ -184,7 +184,7 @@ async def test_a_driver_whose_plan_takes_too_long_is_told_not_to_ask_again(make_
 
 @pytest.mark.slow
 async def test_a_full_line_is_refused_and_a_slow_plan_is_ended():
-    planner = Planner(processes=1, queue=1, timeout_s=0.5)
+    planner = PlannerPool(processes=1, queue=1, timeout_s=0.5)
     planner._guard_s = 0.2
     try:
         slow = [asyncio.create_task(planner._run(_sleep, 60.0)) for _ in range(2)]
@@ -201,7 +201,7 @@ async def test_a_full_line_is_refused_and_a_slow_plan_is_ended():
 
 @pytest.mark.slow
 async def test_a_planning_process_that_dies_is_replaced():
-    planner = Planner(processes=1, queue=1, timeout_s=200)
+    planner = PlannerPool(processes=1, queue=1, timeout_s=200)
     try:
         with pytest.raises(PlannerBusyError, match="ended before"):
             await planner._run(_die)

@@ -16,7 +16,7 @@ from service.store.attempts import find_attempt
 from service.store.database import utc_now
 from service.store.events import find_post_mortem
 from service.store.plans import record_job_plan
-from service.store.tables import Attempt
+from service.store.tables import AttemptRow
 from tests.service.api.conftest import Api, ApiMaker
 
 STALL = (
@@ -207,4 +207,4 @@ def test_what_is_too_long_is_cut_with_a_word(monkeypatch: pytest.MonkeyPatch):
 def test_the_columns_that_it_tells_hold_no_token():
     from service.jobs.postmortem import ATTEMPT_FIELDS
 
-    assert "token" not in ATTEMPT_FIELDS and all(hasattr(Attempt, name) for name in ATTEMPT_FIELDS)
+    assert "token" not in ATTEMPT_FIELDS and all(hasattr(AttemptRow, name) for name in ATTEMPT_FIELDS)

@@ -6,7 +6,7 @@ import pytest
 from sqlalchemy import select
 
 from service.store import measurements as room
-from service.store.tables import Profile
+from service.store.tables import ProfileRow
 from tests.service.api.conftest import Api, ApiMaker
 from tests.service.api.routers.test_jobs import problem
 
@@ -53,7 +53,7 @@ async def test_of_one_model_the_newest_profiles_are_kept(api: Api, monkeypatch: 
         links = {"key": f"links of cpu {number:064x}"}
         await api.driver(mine, "PUT", "/profile", params=links, json={})
     async with api.service.database.read() as session:
-        keys = (await session.execute(select(Profile.key))).scalars().all()
+        keys = (await session.execute(select(ProfileRow.key))).scalars().all()
     assert sorted(key[-1] for key in keys if key.startswith("model")) == ["3", "4", "5", "b"]
     assert sorted(key[-1] for key in keys if key.startswith("links")) == ["4", "5"]
 

@@ -11,7 +11,7 @@ from sqlalchemy.dialects import sqlite
 from service.spec.states import JobState
 from service.store.database import utc_now
 from service.store.jobs import JobFilter, LabelFilter, apply_job_filter
-from service.store.tables import WITHOUT_SPEC, Job
+from service.store.tables import WITHOUT_SPEC, JobRow
 from service.store.transitions import lock_job
 from tests.service.api.conftest import Api, ApiMaker
 from tests.service.api.routers.test_jobs import problem
@@ -125,8 +125,8 @@ async def test_filters_that_say_nothing_are_refused(make_api: ApiMaker, params):
     ids=["state", "name", "label", "label's name", "since"],
 )
 async def test_every_filter_has_an_index(make_api: ApiMaker, wanted: JobFilter, index: str):
-    query = apply_job_filter(select(Job).options(WITHOUT_SPEC), wanted)
-    query = query.order_by(Job.created_at.desc(), Job.id.desc()).limit(50)
+    query = apply_job_filter(select(JobRow).options(WITHOUT_SPEC), wanted)
+    query = query.order_by(JobRow.created_at.desc(), JobRow.id.desc()).limit(50)
     dialect = sqlite.dialect(paramstyle="qmark")
     said = query.compile(dialect=dialect, compile_kwargs={"render_postcompile": True, "literal_binds": True})
     async with make_api() as api, api.service.database.engine.connect() as connection:

@@ -25,7 +25,7 @@ from service.store.attempts import create_attempt, find_attempt
 from service.store.database import Database
 from service.store.events import events_of
 from service.store.measurements import StepRecord, profiled_steps, steps_of
-from service.store.tables import Attempt, Base, Job
+from service.store.tables import AttemptRow, Base, JobRow
 from service.store.transitions import lock_job
 from tests.service.conftest import create_job, job_body
 from worker.contract.reasons import Reason
@@ -61,11 +61,11 @@ class Store:
             reason = Reason.PREEMPTED
             return await request_graceful_stop(session, attempt_id, reason, "gives way", at=LATER)
 
-    async def job(self) -> Job:
+    async def job(self) -> JobRow:
         async with self.database.read() as session:
             return await store.find_job(session, self.job_id)
 
-    async def of(self, attempt_id: str) -> Attempt:
+    async def of(self, attempt_id: str) -> AttemptRow:
         async with self.database.read() as session:
             return await find_attempt(session, attempt_id)
 

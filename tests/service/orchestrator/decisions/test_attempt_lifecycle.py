@@ -28,7 +28,7 @@ from service.orchestrator.decisions.attempt_lifecycle import (
     after_failure,
     decide_attempt,
 )
-from service.spec.job import Retry
+from service.spec.job import RetrySection
 from service.spec.states import AttemptState
 from worker.contract import reasons
 from worker.contract.reasons import Reason
@@ -371,7 +371,7 @@ def test_a_driver_that_never_started_ends_with_what_ray_says_of_it():
 
 def after(reason: str, before=(), **retry):
     return after_failure(
-        reason, "why", allowed=Retry(**retry), failures_before=before, backoff_s=2, backoff_limit_s=10
+        reason, "why", allowed=RetrySection(**retry), failures_before=before, backoff_s=2, backoff_limit_s=10
     )
 
 

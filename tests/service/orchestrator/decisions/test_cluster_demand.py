@@ -13,7 +13,7 @@ from service.orchestrator.decisions.attempt_lifecycle import Capacity, Holder, W
 from service.orchestrator.decisions.cluster_demand import (
     GANGS_LIMIT,
     ClusterDemand,
-    Gang,
+    WaitingGang,
     cluster_demand,
 )
 
@@ -61,7 +61,7 @@ def jobs(found: ClusterDemand) -> list[str]:
 
 def test_what_runs_is_part_of_the_demand_for_what_waits():
     found = demand([waiting("b", 4)], [running("a", 4)])
-    assert found == ClusterDemand({"cpu": 4}, (Gang("b", "cpu", 4),))
+    assert found == ClusterDemand({"cpu": 4}, (WaitingGang("b", "cpu", 4),))
     assert found.totals == {"cpu": 8}
 
 

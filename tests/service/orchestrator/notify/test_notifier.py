@@ -26,7 +26,7 @@ from service.spec.job import JobSpec
 from service.store.database import Database, utc_now
 from service.store.jobs import cancel_job
 from service.store.secrets import SecretBox, delete_secret, store_secret
-from service.store.tables import Delivery, DeliveryState
+from service.store.tables import DeliveryRow, DeliveryState
 from tests.polling import until_async
 from tests.service.conftest import create_job, job_body
 
@@ -96,9 +96,9 @@ async def submitted(database: Database, settings: Settings, *urls: str, **change
         return (await create_job(session, spec, at=utc_now(), owner="ann")).id
 
 
-async def deliveries(database: Database) -> list[Delivery]:
+async def deliveries(database: Database) -> list[DeliveryRow]:
     async with database.read() as session:
-        query = select(Delivery).order_by(Delivery.event, Delivery.url)
+        query = select(DeliveryRow).order_by(DeliveryRow.event, DeliveryRow.url)
         return list((await session.execute(query)).scalars())
 
 
@@ -160,7 +160,7 @@ async def test_what_fails_is_tried_again_later_and_given_up_at_a_limit(database:
             assert (found.tries, len(one.heard)) == (tries, tries)
             pauses.append((found.next_at - found.last_at).total_seconds())
             async with database.write() as session:
-                await session.execute(update(Delivery).values(next_at=utc_now() - timedelta(seconds=1)))
+                await session.execute(update(DeliveryRow).values(next_at=utc_now() - timedelta(seconds=1)))
         assert [round(pause / (10 * 3**n) - 0.1) for n, pause in enumerate(pauses[:3])] == [1, 1, 1]
         assert (found.state, found.status, found.error) == ("GIVEN_UP", 404, "the receiver answered 404")
         assert {headers["webhook-id"] for headers, _ in one.heard} == {found.id}
@@ -212,7 +212,7 @@ async def test_what_was_on_its_way_when_the_process_died_is_sent_by_the_next(
             await look(after)
             assert len(one.heard) == 1, "it may still be on its way from the other one"
             async with database.write() as session:  # the claim ends
-                await session.execute(update(Delivery).values(next_at=utc_now() - timedelta(seconds=1)))
+                await session.execute(update(DeliveryRow).values(next_at=utc_now() - timedelta(seconds=1)))
             await look(after)
         assert len(one.heard) == 2 and one.heard[0][0]["webhook-id"] == one.heard[1][0]["webhook-id"]
         (found,) = await deliveries(database)

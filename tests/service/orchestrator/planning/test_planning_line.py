@@ -15,8 +15,8 @@ import pytest
 
 from service.api.dependencies import service_of
 from service.orchestrator.planning.pool import (
-    Planner,
     PlannerBusyError,
+    PlannerPool,
     PlanRefusedError,
     PlanTimeoutError,
     WaitQueue,
@@ -64,7 +64,7 @@ async def _there(path: Path) -> None:
 
 @pytest.mark.slow
 async def test_a_plan_whose_caller_has_gone_is_given_up_and_its_place_is_free(tmp_path: Path):
-    planner = Planner(processes=1, queue=0, timeout_s=300)
+    planner = PlannerPool(processes=1, queue=0, timeout_s=300)
     try:
         began, over = tmp_path / "began", tmp_path / "over"
         asked = asyncio.create_task(planner._run(_until_given_up, str(began), str(over)))
@@ -82,7 +82,7 @@ async def test_a_plan_whose_caller_has_gone_is_given_up_and_its_place_is_free(tm
 
 @pytest.mark.slow
 async def test_a_driver_does_not_wait_behind_plans_of_others(tmp_path: Path):
-    planner = Planner(processes=1, queue=4, timeout_s=300)
+    planner = PlannerPool(processes=1, queue=4, timeout_s=300)
     try:
         began, over = tmp_path / "began", tmp_path / "over"
         others = [asyncio.create_task(planner._run(_until_given_up, str(began), str(over))) for _ in range(5)]
@@ -101,7 +101,7 @@ async def test_a_driver_does_not_wait_behind_plans_of_others(tmp_path: Path):
 
 @pytest.mark.slow
 async def test_an_attempt_that_asks_again_gives_up_its_earlier_plan(tmp_path: Path):
-    planner = Planner(processes=1, queue=0, timeout_s=300)
+    planner = PlannerPool(processes=1, queue=0, timeout_s=300)
     try:
         began, over = tmp_path / "began", tmp_path / "over"
         first = asyncio.create_task(planner._run(_until_given_up, str(began), str(over), attempt="job-1"))
@@ -116,7 +116,7 @@ async def test_an_attempt_that_asks_again_gives_up_its_earlier_plan(tmp_path: Pa
 
 @pytest.mark.slow
 async def test_a_plan_that_needs_more_memory_than_it_may_use_is_refused_and_ends_no_process():
-    planner = Planner(processes=1, queue=0, timeout_s=300, memory_bytes=2 << 30)
+    planner = PlannerPool(processes=1, queue=0, timeout_s=300, memory_bytes=2 << 30)
     try:
         with pytest.raises(PlanRefusedError, match="more memory than the 2147483648 bytes"):
             await planner._run(_needs_much)
@@ -127,7 +127,7 @@ async def test_a_plan_that_needs_more_memory_than_it_may_use_is_refused_and_ends
 
 @pytest.mark.slow
 async def test_planning_goes_behind_the_server_and_what_trains_beside_it():
-    planner = Planner(processes=1, queue=0, timeout_s=300)
+    planner = PlannerPool(processes=1, queue=0, timeout_s=300)
     try:
         assert int(await planner._run(_niceness)) == min(19, os.nice(0) + 5)
     finally:
@@ -196,7 +196,7 @@ async def test_a_job_with_more_actions_than_can_be_planned_is_refused(
 
 @pytest.mark.slow
 async def test_after_an_idle_process_was_ended_one_plan_is_refused_and_the_one_behind_it_made():
-    planner = Planner(processes=1, queue=0, timeout_s=300)
+    planner = PlannerPool(processes=1, queue=0, timeout_s=300)
     try:
         for _ in range(3):  # places are two: none is lost on the way
             assert await planner._run(_at_once) == "planned"
@@ -225,7 +225,7 @@ class _AtOnce:
 
 async def test_a_search_ends_well_before_its_process_is_ended(monkeypatch):
     """What comes behind the search takes its time too, on a busy machine many times as long as alone."""
-    planner, pool = Planner(processes=1, queue=0, timeout_s=1000.0), _AtOnce()
+    planner, pool = PlannerPool(processes=1, queue=0, timeout_s=1000.0), _AtOnce()
     monkeypatch.setattr(planner, "_processes_pool", lambda: pool)
     assert await planner.plan_job({}, {}, budget_s=1.0) == "planned"
     assert 0 < pool.left_s[0] <= 800
@@ -247,8 +247,8 @@ class _EndlessSearch:
         return ending
 
 
-def _impatient_planner(monkeypatch, pool: _EndlessSearch) -> Planner:
-    planner = Planner(processes=1, queue=0, timeout_s=0.02)
+def _impatient_planner(monkeypatch, pool: _EndlessSearch) -> PlannerPool:
+    planner = PlannerPool(processes=1, queue=0, timeout_s=0.02)
     planner._guard_s = 0.01
     monkeypatch.setattr(planner, "_processes_pool", lambda: pool)
     return planner

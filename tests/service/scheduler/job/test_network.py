@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from service.scheduler.job.heterogeneous import MeshParallelism, reshard_tensor
+from service.scheduler.job.heterogeneous import MeshGroups, reshard_tensor
 from service.scheduler.job.network import cross_mesh_all_reduce_s, network_per_worker_pair
 from service.scheduler.problem.spec import LinkSpec, NetworkSpec, link_costs
 from service.scheduler.resharding.layout import Links, Tensor, mesh_layout
@@ -18,7 +18,7 @@ NETWORK = NetworkSpec(bandwidth_bytes_per_s=SLOW, latency_s=LATENCY_S)
 
 
 def shares(*nodes, tensor=1):
-    return [MeshParallelism(f"m{k}", len(of) // tensor, tensor, tuple(of)) for k, of in enumerate(nodes)]
+    return [MeshGroups(f"m{k}", len(of) // tensor, tensor, tuple(of)) for k, of in enumerate(nodes)]
 
 
 def bandwidths(network, meshes=2):

@@ -10,7 +10,7 @@ from itertools import pairwise, product
 import numpy as np
 
 from service.scheduler.resharding.layout import Layout, Links, Tensor, mesh_layout
-from service.scheduler.resharding.resharding_plan import ReshardingPlan
+from service.scheduler.resharding.resharding_plan import PlannedResharding
 
 CUBE = Tensor((24, 24, 24), 2)
 UNIT = Links(card_bytes_per_s=float(CUBE.bytes))
@@ -101,7 +101,7 @@ def elements_of(given: Layout, shape: tuple[int, ...]) -> list[np.ndarray]:
     return found
 
 
-def simulate(plan: ReshardingPlan, source: Layout, target: Layout) -> dict[str, Counter[int]]:
+def simulate(plan: PlannedResharding, source: Layout, target: Layout) -> dict[str, Counter[int]]:
     """Run the messages one by one on sets of element numbers; how often each element arrived at each target worker.
 
     A message may carry only what its sender has by then, and must end before what waits for it starts.

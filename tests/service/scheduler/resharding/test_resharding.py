@@ -14,7 +14,7 @@ from service.scheduler.resharding.resharding import (
     plan_resharding,
     plan_send_and_receive,
 )
-from service.scheduler.resharding.resharding_plan import ReshardingPlan
+from service.scheduler.resharding.resharding_plan import PlannedResharding
 from service.scheduler.views.resharding_views import resharding_summary
 from tests.service.scheduler.resharding.cases import (
     CUBE,
@@ -74,7 +74,7 @@ def test_the_naive_plans_carry_everything_too(seed):
         _check_ports(plan, links)
 
 
-def _check_ports(plan: ReshardingPlan, links: Links) -> None:
+def _check_ports(plan: PlannedResharding, links: Links) -> None:
     """One message at a time on each card and local link, in each direction; each as long as its bytes take."""
     workers = {worker.name: worker for worker in plan.workers}
     busy = defaultdict(list)
@@ -97,7 +97,7 @@ def _check_ports(plan: ReshardingPlan, links: Links) -> None:
             assert start >= end - 1e-9, f"two messages at once on {port}"
 
 
-def _check_hosts(plan: ReshardingPlan) -> None:
+def _check_hosts(plan: PlannedResharding) -> None:
     """No byte enters a host twice, nor one where a worker holds it from the start."""
     host = {worker.name: worker.host for worker in plan.workers}
     entered = set()
