@@ -99,7 +99,7 @@ def _in_main_thread() -> bool:
 
 @pytest.fixture(autouse=True, scope="session")
 def planning_processes_are_kept() -> Iterator[None]:
-    with mock.patch("service.control_plane.Planner", PlannerThatKeepsProcesses):
+    with mock.patch("service.control_plane.PlannerPool", PlannerThatKeepsProcesses):
         yield
     PlannerThatKeepsProcesses.end()
 

@@ -88,6 +88,23 @@ def _autocast(device_type: str, dtype: torch.dtype, *, keep_casts: bool) -> Iter
         torch.autocast_decrement_nesting()
 
 
+@contextlib.contextmanager
+def keeping_no_tensors() -> Iterator[None]:
+    """A context in which a forward with gradients keeps no tensor for a backward, which it can't have.
+
+    For the first forward of a recomputed stage under autocast: without gradients it would cast every weight anew, and so
+    would each microbatch; so it shares the casts that the second forwards need.
+    """
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: None, _refuse_backward):
+        yield
+
+
+def _refuse_backward(_: None) -> torch.Tensor:
+    raise RuntimeError(
+        "a backward through the first forward of a recomputed stage, which has kept nothing for it"
+    )
+
+
 def drop_casts() -> None:
     """Forget the casts of weights that forwards under autocast share; to be called when weights change."""
     torch.clear_autocast_cache()

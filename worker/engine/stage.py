@@ -24,6 +24,8 @@ from worker.engine.forward import (
     StageArguments,
     UpdatedBuffers,
     gather_arguments,
+    keeping_no_tensors,
+    pieces_of,
     run_forward,
     save_recompute_inputs,
 )
@@ -223,20 +225,34 @@ class StageRunner:
                 state.weights = settings.weights(state.targets)
         # without gradients nothing asks for one: a compiled stage has one graph for such forwards, here and in evaluations
         values = [value.detach() for value in arguments.values] if again else arguments.values
-        with self._random_state(microbatch):
+        shares_casts = again and self._can_share_casts
+        with (
+            self._random_state(microbatch),
+            keeping_no_tensors() if shares_casts else contextlib.nullcontext(),
+        ):
             run = run_forward(
                 self._module,
                 values,
                 device_type=settings.device.type,
-                training=training and not again,
+                training=training and (shares_casts or not again),
                 autocast_dtype=settings.autocast_dtype,
                 accept=accept or self._accept,
                 loss_of=self._wiring.model_outputs,
                 loss=loss,
             )
+        if shares_casts:
+            run = ForwardResult([output.detach() for output in run.outputs], None)
         if run.loss is not None:
             state.losses[microbatch] = run.loss.detach()
         return run
+
+    @property
+    def _can_share_casts(self) -> bool:
+        """True if forwards may record a graph that keeps nothing: torch's compiler and users' own functions may keep
+        tensors in ways of their own."""
+        if self._settings.autocast_dtype is None or self._whole_backward:
+            return False
+        return not any(piece.compiled for piece in pieces_of(self._module))
 
     @property
     def _has_loss(self) -> bool:

@@ -216,10 +216,10 @@ def job_schema() -> dict[str, Any]:
     made = JobSpec.model_json_schema()
     mesh = MeshEntry.model_json_schema()
     definitions = {**made.pop("$defs"), **mesh.pop("$defs"), "MeshEntry": mesh}
-    meshes = definitions["Resources"]["properties"]["meshes"]["anyOf"]
+    meshes = definitions["ResourcesSection"]["properties"]["meshes"]["anyOf"]
     meshes.append({"type": "array", "items": {"$ref": "#/$defs/MeshEntry"}, "minItems": 1})
     made["properties"]["max_duration"]["anyOf"].append({"type": "string", "pattern": _DURATION})
-    definitions["Pipeline"]["properties"]["schedule"]["enum"] = [
+    definitions["PipelineSection"]["properties"]["schedule"]["enum"] = [
         name for schedule in TRAINING_SCHEDULES for name in dict.fromkeys((schedule, schedule.upper()))
     ]
     _add_short_forms(made, definitions)
@@ -240,7 +240,7 @@ def _add_short_forms(job: dict[str, Any], definitions: dict[str, Any]) -> None:
         **_closed_object({name: count for name in PARALLELISM}),
         "description": "Short form of uniform meshes: pp meshes of dp x tp workers, in place of resources.meshes",
     }
-    training = definitions["Training"]["properties"]
+    training = definitions["TrainingSection"]["properties"]
     training["epochs"] = {
         **above_0,
         "description": "In place of steps: passes over the data; slotline submit counts them",
@@ -250,8 +250,10 @@ def _add_short_forms(job: dict[str, Any], definitions: dict[str, Any]) -> None:
         "description": "In place of steps: tokens of all samples; slotline submit counts them",
     }
     schedule = _closed_object({"warmup": {"type": "integer", "minimum": 0}, "decay": {"enum": list(DECAYS)}})
-    definitions["Optimizer"]["properties"]["schedule"]["anyOf"].append({**schedule, "minProperties": 1})
-    model = definitions["Model"]
+    definitions["OptimizerSection"]["properties"]["schedule"]["anyOf"].append(
+        {**schedule, "minProperties": 1}
+    )
+    model = definitions["ModelSection"]
     path = {"type": "string", "minLength": 1}
     config = {"anyOf": [path, {"type": "object"}]}
     own = {name: field for name, field in model["properties"].items() if name not in ("factory", "args")}
@@ -261,7 +263,7 @@ def _add_short_forms(job: dict[str, Any], definitions: dict[str, Any]) -> None:
     hf_or_factory = {
         "if": {"required": ["hf"]},
         "then": {"$ref": "#/$defs/HfModel"},
-        "else": {"$ref": "#/$defs/Model"},
+        "else": {"$ref": "#/$defs/ModelSection"},
     }
     job["properties"]["model"] = {"if": {"type": "string"}, "then": text, "else": hf_or_factory}
 

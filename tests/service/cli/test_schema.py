@@ -101,6 +101,6 @@ def test_the_length_of_a_training_may_be_in_epochs_or_tokens(validator):
 def test_the_verb_prints_the_schema_with_descriptions_and_no_made_up_titles(run):
     result = run("schema")
     assert result.code == 0 and result.json == job_schema()
-    steps = result.json["$defs"]["Training"]["properties"]["steps"]
+    steps = result.json["$defs"]["TrainingSection"]["properties"]["steps"]
     assert steps["maximum"] == 1_000_000_000 and "title" not in steps
-    assert "safetensors" in result.json["$defs"]["Model"]["properties"]["weights"]["description"]
+    assert "safetensors" in result.json["$defs"]["ModelSection"]["properties"]["weights"]["description"]

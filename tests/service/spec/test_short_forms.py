@@ -118,7 +118,7 @@ def test_fields_of_stored_jobs_are_refused_with_what_users_write(resources, sent
 
 
 def test_no_schema_and_no_suggestion_names_a_field_of_stored_jobs():
-    schema = SubmittedJob.model_json_schema()["$defs"]["Resources"]["properties"]
+    schema = SubmittedJob.model_json_schema()["$defs"]["ResourcesSection"]["properties"]
     assert not {*STORED} & {*schema} and {"meshes", "shard", "device"} <= {*schema}
     error = {
         "loc": ("body", "resources", "worker_per_mesh"),

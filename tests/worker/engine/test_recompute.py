@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tiers import some_by_day
 from tests.worker.cuts import cut_evenly
@@ -112,6 +113,34 @@ def test_under_autocast():
     batches = job.inputs, job.targets
     whole = run(graph, meshes, programs, batches, loss=job.loss, precision="bf16")
     check_same(run(graph, meshes, programs, batches, {0, 1, 2, 3}, loss=job.loss, precision="bf16"), whole)
+
+
+class CountingCasts(TorchDispatchMode):
+    """Notes in `casts` each cast of a weight."""
+
+    def __init__(self, weight, casts):
+        super().__init__()
+        self.weight, self.casts = weight.data_ptr(), casts
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        if function is torch.ops.aten._to_copy.default and arguments[0].data_ptr() == self.weight:
+            self.casts.append(keywords["dtype"])
+        return function(*arguments, **(keywords or {}))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_under_autocast_a_weight_is_cast_once_a_step(schedule):
+    """By the forwards of all microbatches, the first and the second."""
+    casts = []
+
+    def forward(module, x):
+        with CountingCasts(module.l.weight, casts):
+            return (torch.tanh(module.l(x)),)
+
+    graph = Graph([make_stage(0, ["input:0"], ["output"], forward, l=linear().float())], ())
+    _, programs = planned(graph, ["m0"], 6, schedule)
+    run(graph, ["m0"], programs, batch(6, dtype=torch.float32), {0}, steps=2, precision="bf16")
+    assert len(casts) == 2
 
 
 def running_statistics():
