@@ -6,6 +6,7 @@ that this process has of itself follow (observability/instruments.py).
 
 from __future__ import annotations
 
+import functools
 import platform
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from service.jobs.clusters import list_nodes
-from service.jobs.metrics import WAIT_BUCKETS_S, JobMetrics, read_job_metrics
+from service.jobs.metrics import MAX_JOB_SERIES, WAIT_BUCKETS_S, JobMetrics, read_job_metrics
 from service.jobs.service import Service
 from service.observability import instruments
 from service.orchestrator.planning.pool import PlannerLoad
@@ -30,7 +31,11 @@ from service.store.queues import ControlPlaneCounts, count_jobs_and_attempts
 
 
 async def scrape(service: Service) -> bytes:
-    """The text of one scrape, read from the database now."""
+    """The text of one scrape, read from the database now; made once for all who scrape at the same time."""
+    return await service.shared_reads.read("metrics", functools.partial(_scrape, service))
+
+
+async def _scrape(service: Service) -> bytes:
     queues = tuple(service.settings.queues)
     counts = await count_jobs_and_attempts(service.database, queues)
     jobs = await read_job_metrics(service.database, queues, at=utc_now())
@@ -211,6 +216,11 @@ class _JobCollector(Collector):
             "queue",
             self._jobs.oldest_wait_s,
         )
+        yield GaugeMetricFamily(
+            "slotline_jobs_without_series",
+            f"Jobs that have begun, beyond the {MAX_JOB_SERIES} that have series of their own.",
+            self._jobs.left_out,
+        )
         yield from self._of_jobs()
         yield from self._over_plan()
 
@@ -226,7 +236,7 @@ class _JobCollector(Collector):
     def _of_jobs(self) -> Iterator[Metric]:
         info = GaugeMetricFamily(
             "slotline_job_info",
-            "1 for each job that is not over.",
+            "1 for each job that has begun and is not over.",
             labels=["job", "name", "owner", "queue", "state", "attempt"],
         )
         attempts = _job_gauge("job_attempts", "Attempts that the job has made.")

@@ -7,6 +7,8 @@ A driver runs a user's code: Prometheus is sent only to endpoints on nodes of th
 from __future__ import annotations
 
 import asyncio
+import functools
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -31,20 +33,21 @@ from service.schemas.clusters import (
     NodeView,
     TargetGroup,
 )
-from service.schemas.queues import QueueList, QueueQuotaView, QueueView
+from service.schemas.queues import QueueList, QueueQuotaView, QueueView, WaitReason
 from service.settings.settings import Settings
 from service.spec.principals import Principal
 from service.spec.states import NodeMark, mark_in_force
 from service.spec.values import storable_text
 from service.store.attempts import active_attempts, attempts_with_metrics, placements_of
 from service.store.database import utc_now
-from service.store.jobs import heterogeneous_mesh_sizes, waiting_jobs
+from service.store.jobs import heterogeneous_mesh_sizes, waiting_front
 from service.store.node_states import node_marks, set_node_mark
 from service.store.queues import effective_quotas, reset_quota, set_quota
 from service.store.tables import AttemptRow, JobRow, PlacedMeshRow
 from worker.contract.job import METRICS_LINGER_S
 
 _NODES_NAMED = 20
+_LISTED_WAITING = 100
 _HOST_AND_PORT = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>[0-9]{1,5})")
 
 
@@ -255,24 +258,38 @@ def _gang_meshes(accelerators: int, workers_per_mesh: int, heterogeneous: list[i
 
 
 async def list_queues(service: Service) -> QueueList:
-    """Queues with quota, use and waiting jobs, in the order in which jobs will start."""
+    """Queues with quota, use, reasons of waiting, and the jobs that have the first turns. Made once for all who ask at the
+    same time, whatever the number of jobs that wait."""
+    return await service.shared_reads.read("queues", functools.partial(_read_queues, service))
+
+
+async def _read_queues(service: Service) -> QueueList:
     async with service.database.read() as session:
         active = await active_attempts(session)
-        waiting = await waiting_jobs(session)
+        front, groups = await waiting_front(session, _LISTED_WAITING)
         marks = await node_marks(session)
         quotas = await effective_quotas(session, service.settings.quotas)
-    waiting = await asyncio.to_thread(
-        admission_order, waiting, active, service.clusters.capacities({}, marks), service.settings
+    front = await asyncio.to_thread(
+        admission_order, front, active, service.clusters.capacities({}, marks), service.settings
     )
-    names = dict.fromkeys([*quotas, *(job.queue for job in waiting), *(job.queue for _, job in active)])
     items = []
-    for name in names:
-        jobs = [job_summary(job) for job in waiting if job.queue == name]
-        used = sum(attempt.accelerators for attempt, job in active if job.queue == name)
-        cluster = service.settings.cluster_of(name)
+    for name in dict.fromkeys(
+        [*quotas, *(group.queue for group in groups), *(job.queue for _, job in active)]
+    ):
+        reasons = sorted((group for group in groups if group.queue == name), key=lambda group: -group.jobs)
+        first = itertools.islice((job for job in front if job.queue == name), _LISTED_WAITING)
         items.append(
             QueueView(
-                name=name, quota=quotas.get(name), used=used, depth=len(jobs), waiting=jobs, cluster=cluster
+                name=name,
+                quota=quotas.get(name),
+                used=sum(attempt.accelerators for attempt, job in active if job.queue == name),
+                depth=sum(group.jobs for group in reasons),
+                reasons=[
+                    WaitReason(reason=group.reason, jobs=group.jobs, first=job_summary(group.first))
+                    for group in reasons
+                ],
+                waiting=[job_summary(job) for job in first],
+                cluster=service.settings.cluster_of(name),
             )
         )
     return QueueList(items=items)

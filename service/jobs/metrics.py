@@ -1,5 +1,6 @@
 """Figures of jobs and queues for `/metrics`: states, waits, checkpoint ages, and measured slots beside planned ones.
 
+Jobs that wait for their first attempt are counted and have no series: queues may be long, and scrapes are short.
 Counted at each scrape: nothing accumulates here, so a restart loses nothing. Only the comparison of measured with
 planned slots, and the calibration of the plan, are cached, until another step is profiled: reading thousands of slots
 takes tens of milliseconds.
@@ -31,6 +32,8 @@ from service.store.tables import AttemptRow, EventRow, JobPlanRow, JobRow, Timel
 WAIT_BUCKETS_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 24 * 3600.0)
 _TRAINING_STATES = frozenset({JobState.RUNNING, JobState.RECOVERING})
 COMPUTE_ACTIONS = frozenset("FBIW")
+MAX_JOB_SERIES = 1_000
+"""Jobs with series of their own: those that hold accelerators first, then those that will go on, the newest of each."""
 _CALIBRATION_LIMIT_S = 1.0  # of one scrape, for plans of whose jobs another step was profiled
 Link = tuple[str, str]
 """The mesh that sends, the mesh that receives."""
@@ -41,11 +44,13 @@ class JobMetrics:
     jobs: tuple[JobSeries, ...] = ()
     waits: dict[str, QueueWaits] = field(default_factory=dict)
     oldest_wait_s: dict[str, float] = field(default_factory=dict)
+    left_out: int = 0
+    """Jobs beyond MAX_JOB_SERIES."""
 
 
 @dataclass(frozen=True)
 class JobSeries:
-    """One job that is not over; ages in seconds, None where the job makes no checkpoints or does not train."""
+    """One job that has begun and is not over; ages in seconds, None where the job makes no checkpoints or does not train."""
 
     id: str
     name: str
@@ -102,19 +107,18 @@ class StepSeconds:
 async def read_job_metrics(database: Database, queues: tuple[str, ...], *, at: datetime) -> JobMetrics:
     """Figures at the time `at`; each of `queues` appears, also with no job in it."""
     async with database.read() as session:
-        rows = await _unfinished_jobs(session)
+        rows = await _begun_jobs(session, MAX_JOB_SERIES)
+        begun = await session.scalar(select(func.count()).select_from(JobRow).where(*_HAS_BEGUN))
         checkpoints = await _last_checkpoints(session, [row.id for row in rows])
         interruptions = await _last_interruptions(session, [row.id for row in rows])
         over = await _plan_comparisons(
             database, session, [row.id for row in rows if row.state in _TRAINING_STATES]
         )
         waits = dict.fromkeys(queues, QueueWaits()) | await _queue_waits(database, session)
+        oldest = dict.fromkeys(queues, 0.0) | await _oldest_waits(session, at)
     calibrations = await read_calibrations(database, over, limit_s=_CALIBRATION_LIMIT_S)
-    oldest = dict.fromkeys(queues, 0.0)
     series = []
     for row in rows:
-        if row.state in WAITING_STATES:
-            oldest[row.queue] = max(oldest.get(row.queue, 0.0), (at - row.queued_at).total_seconds())
         saves = row.state in _TRAINING_STATES and row.uri is not None and row.started_at is not None
         since = checkpoints.get(row.id) or row.started_at
         interval = row.every_steps * row.step_s if saves and row.every_steps and row.step_s else None
@@ -142,10 +146,13 @@ async def read_job_metrics(database: Database, queues: tuple[str, ...], *, at: d
                 interruption=interruptions.get(row.id),
             )
         )
-    return JobMetrics(tuple(series), waits, oldest)
+    return JobMetrics(tuple(series), waits, oldest, left_out=(begun or 0) - len(series))
 
 
-async def _unfinished_jobs(session: AsyncSession) -> list[Any]:
+_HAS_BEGUN = JobRow.state.not_in(FINAL_STATES), JobRow.state != JobState.QUEUED
+
+
+async def _begun_jobs(session: AsyncSession, limit: int) -> list[Any]:
     before = aliased(AttemptRow)
     query = select(
         JobRow.id,
@@ -166,8 +173,15 @@ async def _unfinished_jobs(session: AsyncSession) -> list[Any]:
     )
     query = query.outerjoin(AttemptRow, AttemptRow.id == JobRow.current_attempt)
     query = query.outerjoin(before, and_(before.job_id == JobRow.id, before.number == AttemptRow.number - 1))
-    query = query.where(JobRow.state.not_in(FINAL_STATES)).order_by(JobRow.created_at, JobRow.id)
+    waits = case((JobRow.state == JobState.RECOVERING, 1), else_=0)
+    query = query.where(*_HAS_BEGUN).order_by(waits, JobRow.created_at.desc(), JobRow.id).limit(limit)
     return list((await session.execute(query)).all())
+
+
+async def _oldest_waits(session: AsyncSession, at: datetime) -> dict[str, float]:
+    query = select(JobRow.queue, func.min(JobRow.queued_at)).where(JobRow.state.in_(WAITING_STATES))
+    found = (await session.execute(query.group_by(JobRow.queue))).all()
+    return {queue: max(0.0, (at - since).total_seconds()) for queue, since in found}
 
 
 def _start_phases(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from pydantic_core import from_json, to_json
 
@@ -28,6 +28,7 @@ from service.store.jobs import SubmissionBatcher
 from service.store.tables import EventRow
 from worker.contract.tasks import ExportRequest, RemovalResult
 
+Answer = TypeVar("Answer")
 RunWork = Callable[[Coroutine[Any, Any, str]], Coroutine[Any, Any, str]]
 """Awaits a plan or an analysis, and may cancel it: routes do so when their caller disconnects."""
 
@@ -62,15 +63,60 @@ class Service:
     leads: Callable[[], bool] = lambda: False
     submissions: SubmissionBatcher = field(init=False)
     feed: JobFeed = field(init=False)
+    shared_reads: SharedReads = field(init=False)
 
     def __post_init__(self) -> None:
         self.submissions = SubmissionBatcher(self.database)
         self.feed = JobFeed(self.database)
+        self.shared_reads = SharedReads()
 
     @property
     def cluster(self) -> ClusterWatcher:
         """The watcher of the cluster named default."""
         return self.clusters.of(DEFAULT_CLUSTER).watcher
+
+
+class SharedReads:
+    """Makes an answer once for all who ask while another of its kind is made.
+
+    Nobody gets one that was begun before they asked, so each has what was committed by then; and however many ask, one of
+    a kind is made at a time.
+    """
+
+    def __init__(self) -> None:
+        self._making: dict[str, asyncio.Task[Any]] = {}
+        self._next: dict[str, asyncio.Task[Any]] = {}
+
+    async def read(self, kind: str, make: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
+        """The answer of `make`, or of a `make` of the same kind that begins from now on."""
+        if (task := self._next.get(kind)) is None:
+            if (before := self._making.get(kind)) is None:
+                task = self._making[kind] = asyncio.create_task(self._make(kind, make))
+            else:
+                task = self._next[kind] = asyncio.create_task(self._make(kind, make, behind=before))
+            task.add_done_callback(_retrieve_exception)
+        return await asyncio.shield(task)  # others wait for it too
+
+    async def _make(
+        self,
+        kind: str,
+        make: Callable[[], Coroutine[Any, Any, Answer]],
+        *,
+        behind: asyncio.Task[Any] | None = None,
+    ) -> Answer:
+        if behind is not None:
+            await asyncio.wait([behind])
+            self._making[kind] = self._next.pop(kind)
+        try:
+            return await make()
+        finally:
+            del self._making[kind]
+
+
+def _retrieve_exception(task: asyncio.Task[Any]) -> None:
+    """Mark an exception as retrieved: all who waited for the task may have gone."""
+    if not task.cancelled():
+        task.exception()
 
 
 class JobFeed:

@@ -10,14 +10,25 @@ from pydantic import BaseModel, Field
 from service.schemas.jobs import JobSummary
 
 
+class WaitReason(BaseModel):
+    """The jobs of a queue that wait for one reason (null: not looked at yet), and the oldest of them."""
+
+    reason: str | None
+    jobs: int
+    first: JobSummary
+
+
 class QueueView(BaseModel):
     """A queue: its quota of accelerators (null: none), what its jobs hold, and who waits for what."""
 
     name: str
     quota: int | None
     used: int
-    depth: int
-    waiting: list[JobSummary]
+    depth: int = Field(description="Jobs that wait")
+    reasons: list[WaitReason] = Field(default=[], description="Why they wait, the most common reason first")
+    waiting: list[JobSummary] = Field(
+        description="The first 100 of them, in the order of their turns; `GET /api/v1/jobs?state=QUEUED` has all, by pages"
+    )
     cluster: str | None = Field(
         default="default", description="Where its jobs run; null for a queue that is not configured any more"
     )

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from sqlalchemy import Select, and_, or_, select
+from sqlalchemy import Select, and_, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.spec.job import JobSpec
@@ -299,6 +299,50 @@ async def waiting_jobs(session: AsyncSession) -> list[JobRow]:
         .order_by(JobRow.queued_at, JobRow.id)
     )
     return list((await session.execute(query)).scalars())
+
+
+@dataclass(frozen=True)
+class WaitingGroup:
+    """The jobs of a queue that wait for one reason (None: not looked at yet): their number, and the oldest of them."""
+
+    queue: str
+    reason: str | None
+    jobs: int
+    first: JobRow
+
+
+async def waiting_front(session: AsyncSession, limit: int) -> tuple[list[JobRow], list[WaitingGroup]]:
+    """All jobs that may have one of the first `limit` turns, without their specifications, and the waiting jobs by queue
+    and reason.
+
+    Jobs of one queue, priority, owner, device and size take turns by age: more than the oldest `limit` of such a group
+    are not read, however many wait.
+    """
+    age = JobRow.queued_at, JobRow.id
+    group = JobRow.queue, JobRow.priority, JobRow.owner, JobRow.device, JobRow.accelerators
+    by_reason = JobRow.queue, JobRow.reason
+    place = func.row_number().over(partition_by=group, order_by=age).label("place")
+    place_of_reason = func.row_number().over(partition_by=by_reason, order_by=age).label("place_of_reason")
+    count = func.count().over(partition_by=by_reason).label("count")
+    ranked = (
+        select(JobRow.id, place, place_of_reason, count)
+        .where(JobRow.state.in_(WAITING_STATES))
+        .subquery("ranked")
+    )
+    query = (
+        select(JobRow, ranked.c.place, ranked.c.place_of_reason, ranked.c.count)
+        .options(WITHOUT_SPEC)
+        .join(ranked, ranked.c.id == JobRow.id)
+        .where(or_(ranked.c.place <= limit, ranked.c.place_of_reason == 1))
+        .order_by(*age)
+    )
+    front, groups = [], []
+    for job, at, at_of_reason, jobs in (await session.execute(query)).all():
+        if at <= limit:
+            front.append(job)
+        if at_of_reason == 1:
+            groups.append(WaitingGroup(job.queue, job.reason, jobs, job))
+    return front, groups
 
 
 async def heterogeneous_mesh_sizes(session: AsyncSession, job_ids: Sequence[str]) -> dict[str, list[int]]:

@@ -89,6 +89,37 @@ async def test_times_of_the_last_checkpoint_and_of_the_last_interruption_are_tol
     assert found["slotline_attempt_end_timestamp_seconds"] == {(job.id, "PREEMPTED"): ago(900).timestamp()}
 
 
+async def lines_of(database: Database) -> int:
+    counts = await count_jobs_and_attempts(database, ("default",))
+    return exposition(counts, await read_job_metrics(database, ("default",), at=NOW)).count(b"\n")
+
+
+async def test_jobs_that_wait_for_their_first_attempt_are_counted_and_have_no_series(database: Database):
+    await running(database)
+    lines = await lines_of(database)
+    async with database.write() as session:
+        for age_s in range(50):
+            await create_job(session, job_spec("waits"), at=ago(age_s))
+    assert await lines_of(database) == lines
+    found = await scraped(database)
+    assert found["slotline_queue_depth"] == {("default",): 50}
+    assert found["slotline_queue_oldest_wait_seconds"][("default",)] == pytest.approx(49, abs=0.1)
+    assert len(found["slotline_job_info"]) == 1
+
+
+async def test_of_very_many_jobs_those_that_hold_accelerators_have_series_first(
+    database: Database, monkeypatch
+):
+    monkeypatch.setattr("service.jobs.metrics.MAX_JOB_SERIES", 2)
+    runs = [await running(database, age_s=100.0 * age) for age in (3, 2, 1)]
+    async with database.write() as session:
+        job = await session.get(JobRow, runs[2].job_id)
+        transitions.move_job(session, job, JobState.RECOVERING, at=NOW)
+    found = await scraped(database)
+    assert {labels[1] for labels in found["slotline_job_info"]} == {run.job_id for run in runs[:2]}
+    assert found["slotline_jobs_without_series"] == {(): 1}
+
+
 async def test_the_version_is_told(database: Database):
     ((labels, value),) = (await scraped(database))["slotline_build_info"].items()
     assert value == 1 and all(labels)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections import Counter
 from datetime import UTC, datetime, timedelta
 
 import pytest
 from sqlalchemy import inspect
 from sqlalchemy.exc import IntegrityError
 
+from service.orchestrator.attempts.admit import admission_order
+from service.orchestrator.decisions.attempt_lifecycle import Capacity
+from service.settings.settings import Settings
 from service.spec.job import JobSpec
 from service.spec.states import AttemptState, JobState
 from service.store import jobs as store
@@ -330,3 +335,40 @@ async def test_counts_name_every_state_and_cause(database: Database):
         "user": 1,
         "preemption": 0,
     }
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_the_front_of_the_queues_has_the_first_turns_of_all(database: Database, seed: int):
+    """Of many jobs of few owners and priorities a few are read, and their order is that of all."""
+    draw = random.Random(seed)
+    for _ in range(60):
+        queue, owner = draw.choice(["default", "small"]), draw.choice(["ann", "bob"])
+        spec = JobSpec.model_validate(
+            job_body(
+                queue=queue,
+                priority=draw.choice([0, 0, 5]),
+                pipeline={"stages": (size := draw.choice([1, 2]))},
+                resources={"meshes": size},
+            )
+        )
+        async with database.write() as session:
+            job = await create_job(session, spec, at=AT + timedelta(seconds=draw.randrange(40)), owner=owner)
+            job.reason = draw.choice([None, "WAITS_FOR_QUOTA", "WAITS_FOR_ACCELERATORS"])
+    capacities = {"default": Capacity(total={"cpu": 4}, others={"cpu": 0})}
+    settings = Settings(queues={"default": None, "small": None})
+    async with database.read() as session:
+        waiting = await store.waiting_jobs(session)
+        front, groups = await store.waiting_front(session, 3)
+    assert len(front) <= 2 * 2 * 2 * 2 * 3 < len(waiting)
+    for queue in ("default", "small"):
+        turns, found = (
+            [job.id for job in admission_order(jobs, [], capacities, settings) if job.queue == queue]
+            for jobs in (waiting, front)
+        )
+        assert found[:3] == turns[:3]
+        of_reason = Counter(job.reason for job in waiting if job.queue == queue)
+        assert {group.reason: group.jobs for group in groups if group.queue == queue} == of_reason
+    for group in groups:
+        assert group.first.id == next(
+            job.id for job in waiting if (job.queue, job.reason) == (group.queue, group.reason)
+        )

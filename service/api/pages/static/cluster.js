@@ -52,7 +52,7 @@ function showQueues(queues, running) {
   }));
 }
 
-/** The server lists each queue's jobs in the order of their turns; queues take theirs beside each other. */
+/** The server lists the first of each queue in the order of their turns, and counts all by reason. */
 function showWaiting(queues) {
   const waiting = queues.flatMap((queue) => queue.waiting.map((job, turn) => ({ turn: turn + 1, ...job })));
   rows("waiting", waiting.slice(0, SHOWN_WAITING).map((job) => make("tr", { "data-job": job.id },
@@ -61,9 +61,13 @@ function showWaiting(queues) {
     make("td", {}, time(job.created_at)),
     make("td", {}, ...(job.state === "QUEUED" ? [] : [stateBadge(job.state), " "]), job.message ?? job.reason ?? "not looked at yet",
       ...(job.reason && job.message ? [make("small", {}, job.reason)] : [])))));
+  const more = queues.reduce((sum, queue) => sum + queue.depth, 0) - Math.min(waiting.length, SHOWN_WAITING);
+  const byReason = new Map();
+  for (const { reason, jobs } of queues.flatMap((queue) => queue.reasons)) byReason.set(reason, (byReason.get(reason) ?? 0) + jobs);
+  const reasons = [...byReason].sort((one, other) => other[1] - one[1]).map(([reason, jobs]) => `${jobs} ${reason ?? "not looked at yet"}`);
   $("none-waits").hidden = waiting.length > 0;
-  $("more-wait").hidden = waiting.length <= SHOWN_WAITING;
-  $("more-wait").textContent = `and ${waiting.length - SHOWN_WAITING} more`;
+  $("more-wait").hidden = more <= 0;
+  $("more-wait").replaceChildren(make("a", { href: "/?state=QUEUED" }, `and ${more} more`), `; in all: ${reasons.join(", ")}`);
 }
 
 function showMeshes(gangs, jobs) {

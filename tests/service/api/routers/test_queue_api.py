@@ -214,6 +214,29 @@ async def test_queues_list_their_jobs_in_the_order_of_their_turns(make_api: ApiM
         assert [job["name"] for job in queue["waiting"]] == ["y1", "m1", "m2"]
 
 
+async def test_a_long_queue_is_counted_by_reason_and_its_first_jobs_are_listed(
+    make_api: ApiMaker, monkeypatch
+):
+    monkeypatch.setattr("service.jobs.clusters._LISTED_WAITING", 2)
+    async with make_api(queues={"default": None, "small": 2}) as api:
+        await api.started()
+        ids = [await api.submit() for _ in range(3)] + [await api.submit(queue="small") for _ in range(3)]
+        await api.service.orchestrator.round()
+        ids.append(await api.submit())
+        default, small = (await api.client.get("/api/v1/queues")).json()["items"]
+        assert [(one["reason"], one["jobs"], one["first"]["id"]) for one in default["reasons"]] == [
+            ("WAITS_FOR_ACCELERATORS", 3, ids[0]),
+            (None, 1, ids[6]),
+        ]
+        assert [(one["reason"], one["jobs"], one["first"]["id"]) for one in small["reasons"]] == [
+            ("WAITS_FOR_QUOTA", 3, ids[3])
+        ]
+        assert (default["depth"], [job["id"] for job in default["waiting"]]) == (4, ids[:2])
+        assert (small["depth"], [job["id"] for job in small["waiting"]]) == (3, ids[3:5])
+        rest = (await api.client.get("/api/v1/jobs?state=QUEUED&queue=small&limit=2")).json()
+        assert [job["id"] for job in rest["items"]] == [ids[5], ids[4]] and rest["next_page_token"]
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [
