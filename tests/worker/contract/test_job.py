@@ -12,7 +12,6 @@ from pydantic_core import PydanticUndefined
 
 import worker.contract
 from service.spec import job as jobs
-from service.spec import job as spec_job
 from service.spec.job import LoaderSection
 from worker.contract import job as parsed
 from worker.contract.job import CheckpointPolicy, Job, LossScaling, Model, Optimizer
@@ -78,11 +77,11 @@ WHOLE = {
         (parsed.Loader, LoaderSection),
         (parsed.Optimizer, jobs.OptimizerSection),
         (parsed.Training, jobs.TrainingSection),
-        (LossScaling, spec_job.LossScalingSection),
+        (LossScaling, jobs.LossScalingSection),
         (parsed.Pipeline, jobs.PipelineSection),
-        (parsed.Resources, jobs.Resources),
+        (parsed.Resources, jobs.ResourcesSection),
         (parsed.CheckpointPolicy, jobs.CheckpointSection),
-        (parsed.TrackerSpec, spec_job.TrackerSection),
+        (parsed.TrackerSpec, jobs.TrackerSection),
         (parsed.Code, jobs.CodeSection),
     ],
 )
