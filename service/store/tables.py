@@ -145,13 +145,18 @@ class JobRow(Base):
     @property
     def began_on(self) -> str | None:
         """The cluster of its attempts and checkpoints; None before the first attempt."""
-        if self.cluster is None and self.attempts_made:
-            return DEFAULT_CLUSTER  # a job from before clusters had names
-        return self.cluster
+        return cluster_of_attempts(self.cluster, self.attempts_made)
 
     @property
     def job_state(self) -> JobState:
         return JobState(self.state)
+
+
+def cluster_of_attempts(cluster: str | None, attempts: int) -> str | None:
+    """The cluster of a job's attempts by its columns; None before the first attempt."""
+    if cluster is None and attempts:
+        return DEFAULT_CLUSTER  # a job from before clusters had names
+    return cluster
 
 
 WITHOUT_SPEC = defer(JobRow.spec, raiseload=True)

@@ -36,12 +36,14 @@ from service.settings.settings import Settings
 from service.spec.states import AttemptState, JobState, NodeMark, NodeState
 from service.store.attempts import create_attempt, placements_of
 from service.store.database import Sessions, utc_now
+from service.store.jobs import WaitingRow
 from service.store.queues import effective_quotas
 from service.store.tables import AttemptRow, JobRow
 from service.store.transitions import explain_wait, lock_job, lock_jobs
 from worker.contract.reasons import Reason
 
 ItemT = TypeVar("ItemT")
+JobT = TypeVar("JobT", JobRow, WaitingRow)
 RELEASE_DELAY_S = 30.0
 """Time for which an attempt may still hold its accelerators after it was stopped."""
 _EXPLANATIONS_PER_TRANSACTION = 200
@@ -87,7 +89,7 @@ class Admission:
 
     async def admit(
         self,
-        waiting: Sequence[JobRow],
+        waiting: Sequence[WaitingRow],
         active: Sequence[tuple[AttemptRow, JobRow]],
         marks: Sequence[NodeMark] = (),
     ) -> None:
@@ -169,7 +171,7 @@ async def _workers_left_out(
     return workers
 
 
-async def explain_waits(database: Sessions, waits: Sequence[tuple[JobRow, Wait]]) -> None:
+async def explain_waits(database: Sessions, waits: Sequence[tuple[WaitingRow, Wait]]) -> None:
     """Write to jobs why they wait, where that has changed; one start or end changes it for every job behind."""
     news = {job.id: (job, wait) for job, wait in waits if _is_news(job, wait)}
     for ids in _batched(sorted(news), _EXPLANATIONS_PER_TRANSACTION):
@@ -180,7 +182,7 @@ async def explain_waits(database: Sessions, waits: Sequence[tuple[JobRow, Wait]]
                     explain_wait(session, fresh, wait.reason, wait.message, at=utc_now())
 
 
-def _is_news(job: JobRow, wait: Wait) -> bool:
+def _is_news(job: WaitingRow, wait: Wait) -> bool:
     if job.job_state is JobState.RECOVERING and wait.reason is Reason.BACKING_OFF:
         return False  # the failure that it recovers from says more
     return (job.reason, job.message) != (wait.reason, wait.message)
@@ -192,11 +194,11 @@ def _batched(values: Sequence[ItemT], size: int) -> Iterator[Sequence[ItemT]]:
 
 
 def admission_order(
-    waiting: Sequence[JobRow],
+    waiting: Sequence[JobT],
     active: Sequence[tuple[AttemptRow, JobRow]],
     capacities: Mapping[str, Capacity | None],
     settings: Settings,
-) -> list[JobRow]:
+) -> list[JobT]:
     """Waiting jobs in the order of their turns on their clusters."""
     now = time.time()
     jobs_by_id = {job.id: job for job in waiting}
@@ -218,7 +220,7 @@ def queue_rules(settings: Settings) -> QueueRules:
     )
 
 
-def to_waiting_job(job: JobRow, settings: Settings) -> WaitingJob:
+def to_waiting_job(job: JobRow | WaitingRow, settings: Settings) -> WaitingJob:
     """The job as a value for `decisions`."""
     longest_s = math.inf
     if job.max_duration_s is not None:
@@ -269,6 +271,6 @@ def to_holder(
     )
 
 
-def fair_share_owner(job: JobRow) -> str:
+def fair_share_owner(job: JobRow | WaitingRow) -> str:
     """The owner whose turn the job takes in its queue; empty, and so shared by all, where the store has no owners."""
     return getattr(job, "owner", None) or ""

@@ -24,8 +24,7 @@ from service.orchestrator.tasks.runner import TaskRunner, TaskState
 from service.settings.settings import Settings
 from service.spec.states import CheckState, JobState, NodeMark
 from service.store.database import Sessions, run_to_completion, utc_now
-from service.store.jobs import find_job
-from service.store.tables import JobRow
+from service.store.jobs import WaitingRow, find_job
 from service.store.transitions import add_event, lock_job, move_job
 from worker.contract.reasons import Reason
 
@@ -54,7 +53,7 @@ class JobChecks:
         self._passed: dict[str, tuple[float, CheckAnswer]] = {}
         self._looking = False
 
-    def held(self, waiting: Sequence[JobRow], marks: Sequence[NodeMark] = ()) -> set[str]:
+    def held(self, waiting: Sequence[WaitingRow], marks: Sequence[NodeMark] = ()) -> set[str]:
         """The ids of the jobs that are not to be admitted before their check has answered."""
         now = datetime.now(UTC)
         return {
@@ -63,7 +62,7 @@ class JobChecks:
             if job.id in self._under_check or (now - job.queued_at).total_seconds() < TURN_LIMIT_S
         }
 
-    async def look(self, waiting: Sequence[JobRow], marks: Sequence[NodeMark] = ()) -> None:
+    async def look(self, waiting: Sequence[WaitingRow], marks: Sequence[NodeMark] = ()) -> None:
         """Begin checks that have their turn, and apply the answers of those that have ended; one call at a time."""
         if self._looking:
             return
@@ -80,23 +79,23 @@ class JobChecks:
         finally:
             self._looking = False
 
-    def _to_be_checked(self, waiting: Sequence[JobRow], marks: Sequence[NodeMark]) -> list[JobRow]:
+    def _to_be_checked(self, waiting: Sequence[WaitingRow], marks: Sequence[NodeMark]) -> list[WaitingRow]:
         """Jobs without an answer, on clusters where a node with their accelerators takes work."""
         capacities = self._clusters.capacities({}, marks)
 
-        def offers_accelerators(job: JobRow) -> bool:
+        def offers_accelerators(job: WaitingRow) -> bool:
             capacity = capacities.get(self._settings.cluster_of(job.queue) or "")
             return bool(capacity and capacity.total[device_of(job.device, job.accelerators, capacity)])
 
         return [job for job in waiting if _is_unchecked(job) and offers_accelerators(job)]
 
-    async def _explain(self, jobs: Sequence[JobRow]) -> None:
+    async def _explain(self, jobs: Sequence[WaitingRow]) -> None:
         """Say that a job is checked first, where nothing says yet why it waits."""
         message = "its factories, arguments and data are checked, without an accelerator"
         fresh = [(job, Wait(job.id, Reason.CHECKING, message)) for job in jobs if job.reason is None]
         await explain_waits(self._database, fresh)
 
-    async def _begin(self, jobs: Sequence[JobRow]) -> None:
+    async def _begin(self, jobs: Sequence[WaitingRow]) -> None:
         """Take up jobs as long as there are runs for them. Equal jobs share one."""
         rest = [job for job in jobs if job.id not in self._under_check]
         for _ in range(_LOADS_A_ROUND):
@@ -114,7 +113,7 @@ class JobChecks:
             rest.remove(job)
             await self._take_up(job)
 
-    async def _take_up(self, job: JobRow) -> None:
+    async def _take_up(self, job: WaitingRow) -> None:
         async with self._database.read() as session:  # rounds leave the specification out
             stored = await find_job(session, job.id)
         cluster = self._settings.cluster_of(job.queue)
@@ -185,7 +184,7 @@ class JobChecks:
         self._changed()
 
 
-def _is_unchecked(job: JobRow) -> bool:
+def _is_unchecked(job: WaitingRow) -> bool:
     """True for a job that waits for its first attempt and has no answer yet."""
     return job.job_state is JobState.QUEUED and not job.attempts_made and job.check_state is None
 

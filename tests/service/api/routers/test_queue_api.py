@@ -200,16 +200,14 @@ async def test_a_driver_hears_that_it_is_to_save_and_end(make_api: ApiMaker):
         assert (job["state"], job["attempts"][0]["reason"]) == ("RECOVERING", "PREEMPTED")
 
 
-async def test_queues_list_their_jobs_in_the_order_of_their_turns(make_api: ApiMaker, monkeypatch):
+async def test_queues_list_their_jobs_in_the_order_of_their_turns(make_api: ApiMaker):
     """Jobs of an owner who holds nothing come before older ones of an owner who does."""
-    monkeypatch.setattr(
-        "service.orchestrator.attempts.admit.fair_share_owner",
-        lambda job: {"m": "me", "y": "you"}[job.name[0]],
-    )
     async with make_api() as api:
-        await api.started(name="m0", pipeline={"stages": 3})
-        for name in ("m1", "m2", "y1"):
-            await api.submit(name=name)
+        ids = [await api.started(name="m0", pipeline={"stages": 3})]
+        ids += [await api.submit(name=name) for name in ("m1", "m2", "y1")]
+        async with api.service.database.write() as session:
+            for job_id, owner in zip(ids, ("me", "me", "me", "you"), strict=True):
+                (await lock_job(session, job_id)).owner = owner
         (queue,) = (await api.client.get("/api/v1/queues")).json()["items"]
         assert [job["name"] for job in queue["waiting"]] == ["y1", "m1", "m2"]
 
