@@ -43,7 +43,7 @@ help:
 	@echo "make ray-test       what the control plane asks of Ray, asked of the minor version before ours too (2 minutes)"
 	@echo "make gpu-check      the first hour on a machine with GPUs: ten checks up to the first failure, and one report, gpu-check.md"
 	@echo "make kill-test      three replicas on PostgreSQL, one always killed or frozen, for SLOTLINE_KILL_TEST_S seconds (300)"
-	@echo "make bench-service  submissions beside Ray's Jobs API, waits of clients in a crowd, hostile bodies (6 minutes)"
+	@echo "make bench-service  submissions beside Ray's Jobs API, waits of clients in a crowd and beside 10,000 waiting jobs, hostile bodies (8 minutes)"
 	@echo "make bench-reduces  sums of gradients behind a step and beside it, over rate-limited links (root)"
 	@echo "make bench-compiled steps of stages with and without training.compile, and what compiling takes (5 minutes)"
 	@echo "make bench-queues   10,000 jobs on 10,000 accelerators in simulated time, beside first come first served"

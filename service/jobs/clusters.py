@@ -48,6 +48,7 @@ from worker.contract.job import METRICS_LINGER_S
 
 _NODES_NAMED = 20
 _LISTED_WAITING = 100
+_QUEUES_KEPT_S = 1.0  # about a round of the orchestrator, while this process commits nothing
 _HOST_AND_PORT = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>[0-9]{1,5})")
 
 
@@ -260,7 +261,8 @@ def _gang_meshes(accelerators: int, workers_per_mesh: int, heterogeneous: list[i
 async def list_queues(service: Service) -> QueueList:
     """Queues with quota, use, reasons of waiting, and the jobs that have the first turns. Made once for all who ask at the
     same time, whatever the number of jobs that wait."""
-    return await service.shared_reads.read("queues", functools.partial(_read_queues, service))
+    make = functools.partial(_read_queues, service)
+    return await service.shared_reads.read("queues", make, keep_s=_QUEUES_KEPT_S)
 
 
 async def _read_queues(service: Service) -> QueueList:

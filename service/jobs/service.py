@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -68,7 +69,7 @@ class Service:
     def __post_init__(self) -> None:
         self.submissions = SubmissionBatcher(self.database)
         self.feed = JobFeed(self.database)
-        self.shared_reads = SharedReads()
+        self.shared_reads = SharedReads(commits=lambda: self.database.commits)
 
     @property
     def cluster(self) -> ClusterWatcher:
@@ -80,15 +81,26 @@ class SharedReads:
     """Makes an answer once for all who ask while another of its kind is made.
 
     Nobody gets one that was begun before they asked, so each has what was committed by then; and however many ask, one of
-    a kind is made at a time.
+    a kind is made at a time. An answer may be kept for a while, as long as this process commits nothing (`commits` counts).
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, *, commits: Callable[[], int] = lambda: 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._commits, self._clock = commits, clock
         self._making: dict[str, asyncio.Task[Any]] = {}
         self._next: dict[str, asyncio.Task[Any]] = {}
+        self._kept: dict[str, tuple[int, float, Any]] = {}
 
-    async def read(self, kind: str, make: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
-        """The answer of `make`, or of a `make` of the same kind that begins from now on."""
+    async def read(
+        self, kind: str, make: Callable[[], Coroutine[Any, Any, Answer]], *, keep_s: float = 0.0
+    ) -> Answer:
+        """The answer of `make`, or of a `make` of the same kind that begins from now on; or one that was begun `keep_s` ago
+        or later, with no commit since."""
+        if (kept := self._kept.get(kind)) is not None:
+            commits, begun_at, answer = kept
+            if commits == self._commits() and self._clock() - begun_at < keep_s:
+                return answer
         if (task := self._next.get(kind)) is None:
             if (before := self._making.get(kind)) is None:
                 task = self._making[kind] = asyncio.create_task(self._make(kind, make))
@@ -107,8 +119,11 @@ class SharedReads:
         if behind is not None:
             await asyncio.wait([behind])
             self._making[kind] = self._next.pop(kind)
+        commits, begun_at = self._commits(), self._clock()
         try:
-            return await make()
+            answer = await make()
+            self._kept[kind] = commits, begun_at, answer
+            return answer
         finally:
             del self._making[kind]
 

@@ -204,6 +204,8 @@ class Database:
         self._write_lock = asyncio.Lock()
         self.session_info: dict[str, Any] = {}
         """The `info` of every write session: see notifications.OPERATOR_WEBHOOK_KEY."""
+        self.commits = 0
+        """Transactions that this process has committed: what was read before the last of them may have changed since."""
         _time_statements(self.engine)
 
     async def start(self, *, to: str = "head") -> None:
@@ -260,6 +262,7 @@ class Database:
             async with AsyncSession(connection, expire_on_commit=False, info=self.session_info) as session:
                 async with session.begin():
                     yield session
+                self.commits += 1
                 record_pending_spans(session)
 
     @asynccontextmanager

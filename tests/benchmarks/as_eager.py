@@ -1,4 +1,4 @@
-"""`python -m tests.benchmarks.as_eager`: what traced models cost beside the models as they run eagerly (10 minutes).
+"""`python -m tests.benchmarks.as_eager`: what traced models cost beside the models as they run eagerly (4 minutes).
 
 Four tables: attention calls of public models without a mask, before and after the graph pass (`worker/model/passes`);
 memory and time of a step of three of them, before, after and eagerly; the weight gradients W of a block in stages of 4 and
@@ -221,11 +221,11 @@ def _split_step(count: int) -> tuple[float, float, float, float]:
 
 
 def loop_table() -> None:
-    print("\nLoops over time of four layers: seconds to trace and to compare the trace with the model.\n")
+    print("\nSeconds to trace a loop over time and to compare the trace with the model.\n")
     print("| model | tokens | trace | check |\n|---|---|---|---|")
     loops: dict[str, Callable[[], nn.Module]] = {
-        "state-space layers, one behind the other": lambda: nn.Sequential(*(Scan() for _ in range(4))),
-        "cells in turn at each token": CellsInTurn,
+        "four state-space layers, one behind the other": lambda: nn.Sequential(*(Scan() for _ in range(4))),
+        "two cells in turn at each token": CellsInTurn,
     }
     for name, build in loops.items():
         for tokens in (16, 64):

@@ -3,7 +3,8 @@
 1. Submissions a second, 8 clients, our two databases and Ray in turns: ratios, and processor time a submission.
 2. What reads and submits take while 1,000 jobs wait, 4 train, 200 clients follow events and 3,000 are history.
 3. The longest that one hostile body keeps the event loop from turning.
-Prints Markdown; about six minutes. The control plane runs in a process of its own as `slotline serve` runs it, on a
+4. What reads take, 8 clients, while 10,000 jobs wait (`--waiting`), and what a round of the orchestrator takes.
+Prints Markdown; about eight minutes. The control plane runs in a process of its own as `slotline serve` runs it, on a
 cluster in memory; PostgreSQL is one of its own, with fsync.
 """
 
@@ -16,7 +17,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.benchmarks.service import crowd, hostile, submissions
+from tests.benchmarks.service import crowd, hostile, queue, submissions
 from tests.benchmarks.service.load import Answers
 from tests.benchmarks.service.server import served
 from tests.service.postgres import is_installed, private_postgres
@@ -125,6 +126,11 @@ async def run(arguments: argparse.Namespace) -> None:
         if "crowd" in parts:
             for name, url in databases("crowd").items():
                 await ask_in_a_crowd(name, url, 4 * arguments.seconds)
+        if "queue" in parts:
+            for name, url in databases("queue").items():
+                with _folder() as place:
+                    lasts_s = arguments.seconds
+                    await queue.measure(name, url, Path(place), jobs=arguments.waiting, lasts_s=lasts_s)
         if "hostile" in parts and not await hurt(databases("hostile")["SQLite"]):
             raise SystemExit(f"a body blocked the loop for more than {BLOCKING_LIMIT_S} s")
 
@@ -141,7 +147,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="make bench-service", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="turns of each side")
     parser.add_argument("--seconds", type=float, default=5.0, help="how long one turn lasts")
-    parser.add_argument("--parts", default="submissions,crowd,hostile", help="which of the three")
+    parser.add_argument("--parts", default="submissions,crowd,queue,hostile", help="which of the four")
+    parser.add_argument("--waiting", type=int, default=10_000, help="jobs of the long queue")
     asyncio.run(run(parser.parse_args()))
 
 

@@ -7,6 +7,9 @@ import asyncio
 import pytest
 
 from service.jobs.service import SharedReads
+from service.spec.job import JobSpec
+from service.store.database import Database, utc_now
+from tests.service.conftest import create_job, job_body
 
 
 class Made:
@@ -91,3 +94,41 @@ async def test_an_error_is_that_of_all_who_asked_and_of_nobody_behind_them():
             await task
     made.may_end.release()
     assert await reads.read("a", made.make) == 3
+
+
+async def test_an_answer_is_kept_for_a_while_as_long_as_nothing_is_committed():
+    made, now, commits = Made(), 100.0, 7
+    reads = SharedReads(commits=lambda: commits, clock=lambda: now)
+    for _ in range(10):
+        made.may_end.release()
+    assert await reads.read("a", made.make, keep_s=1.0) == 1
+    now += 0.9
+    assert await reads.read("a", made.make, keep_s=1.0) == 1
+    assert await reads.read("a", made.make) == 2, "who wants it fresh has it fresh"
+    now += 1.0
+    assert await reads.read("a", made.make, keep_s=1.0) == 3
+    commits += 1
+    assert await reads.read("a", made.make, keep_s=1.0) == 4
+
+
+async def test_what_was_begun_before_a_commit_is_not_kept_behind_it():
+    made, commits = Made(), 0
+    reads = SharedReads(commits=lambda: commits, clock=lambda: 0.0)
+    first = asyncio.create_task(reads.read("a", made.make, keep_s=1.0))
+    await settled()
+    commits += 1
+    made.may_end.release()
+    made.may_end.release()
+    assert await first == 1
+    assert await reads.read("a", made.make, keep_s=1.0) == 2
+
+
+async def test_a_commit_is_counted_and_a_transaction_that_fails_is_not(database: Database):
+    before = database.commits
+    async with database.write() as session:
+        await create_job(session, JobSpec.model_validate(job_body()), at=utc_now())
+    assert database.commits == before + 1
+    with pytest.raises(ValueError, match="undone"):
+        async with database.write() as session:
+            raise ValueError("undone")
+    assert database.commits == before + 1

@@ -94,6 +94,24 @@ def test_the_cluster_page_shows_queues_nodes_meshes_and_why_jobs_wait(site: Site
 
 
 @pytest.mark.slow
+def test_of_a_long_queue_the_first_are_shown_and_all_are_counted(
+    tmp_path: Path, page, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("service.jobs.clusters._LISTED_WAITING", 2)
+    with seeded_site(tmp_path / "data") as site:
+        for number in range(3):
+            body = job_spec(f"more-{number}").model_dump(mode="json")
+            httpx.post(f"{site.url}/api/v1/jobs", json=body, timeout=60).raise_for_status()
+        page.open(f"{site.url}/cluster")
+        page.wait("document.getElementById('more-wait').innerText.startsWith('and 2 more; in all: ')")
+        assert page.js("document.querySelectorAll('#waiting tbody tr').length") == 2
+        reasons = httpx.get(f"{site.url}/api/v1/queues", timeout=60).json()["items"][0]["reasons"]
+        assert sum(one["jobs"] for one in reasons) == 4
+        page.screenshot(tmp_path / "long-queue.png")
+        assert page.errors == []
+
+
+@pytest.mark.slow
 def test_a_quota_and_what_is_free_are_shown_as_they_change(
     tmp_path: Path, page, monkeypatch: pytest.MonkeyPatch
 ):
