@@ -8,6 +8,7 @@ import hashlib
 import hmac
 import json
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -17,10 +18,11 @@ from typing import Any
 
 import pytest
 from sqlalchemy import select, update
+from standardwebhooks import Webhook, WebhookVerificationError
 
 from service.orchestrator.notify import webhook
 from service.orchestrator.notify.notifier import DeliveryPolicy, Notifier
-from service.orchestrator.notify.webhook import WebhookSender, webhook_signature
+from service.orchestrator.notify.webhook import WebhookSender, signature_headers, webhook_signature
 from service.settings.settings import Settings
 from service.spec.job import JobSpec
 from service.store.database import Database, utc_now
@@ -138,15 +140,25 @@ async def test_a_state_is_told_as_it_is_committed_signed_and_once(database: Data
         assert headers["webhook-id"] == found[1].id
 
 
-def test_the_signature_is_the_one_that_the_libraries_of_standard_webhooks_check():
-    """The example of the specification and its reference libraries."""
-    found = webhook_signature(
+def test_the_library_of_standard_webhooks_takes_what_is_signed_and_nothing_else():
+    secret, body = (
         "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw",
-        "msg_p5jXN8AQM9LWM0D4loKWxJek",
-        1614265330,
-        b'{"test": 2432232314}',
+        json.dumps({"state": "FAILED", "job": "ü"}).encode(),
     )
-    assert found == "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
+    headers = signature_headers(secret, "msg_1", int(time.time()), body)
+    receiver = Webhook(secret)
+    assert receiver.verify(body, headers) == {"state": "FAILED", "job": "ü"}
+    plain = signature_headers("a text of a user's", "msg_1", int(time.time()), body)
+    encoded = "whsec_" + base64.b64encode(b"a text of a user's").decode()
+    assert Webhook(encoded).verify(body, plain), "a secret without the prefix is the key itself"
+    for wrong_body, wrong in (
+        (body + b" ", headers),
+        (body, {**headers, "webhook-id": "msg_2"}),
+        (body, {**headers, "webhook-timestamp": str(int(headers["webhook-timestamp"]) + 1)}),
+        (body, plain),
+    ):
+        with pytest.raises(WebhookVerificationError):
+            receiver.verify(wrong_body, wrong)
 
 
 async def test_what_fails_is_tried_again_later_and_given_up_at_a_limit(database: Database, tmp_path: Path):
