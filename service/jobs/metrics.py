@@ -31,6 +31,7 @@ from service.store.tables import AttemptRow, EventRow, JobPlanRow, JobRow, Timel
 
 WAIT_BUCKETS_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 24 * 3600.0)
 _TRAINING_STATES = frozenset({JobState.RUNNING, JobState.RECOVERING})
+_BEGUN_STATES = frozenset(JobState) - FINAL_STATES - {JobState.QUEUED}
 COMPUTE_ACTIONS = frozenset("FBIW")
 MAX_JOB_SERIES = 1_000
 """Jobs with series of their own: those that hold accelerators first, then those that will go on, the newest of each."""
@@ -108,7 +109,9 @@ async def read_job_metrics(database: Database, queues: tuple[str, ...], *, at: d
     """Figures at the time `at`; each of `queues` appears, also with no job in it."""
     async with database.read() as session:
         rows = await _begun_jobs(session, MAX_JOB_SERIES)
-        begun = await session.scalar(select(func.count()).select_from(JobRow).where(*_HAS_BEGUN))
+        begun = await session.scalar(
+            select(func.count()).select_from(JobRow).where(JobRow.state.in_(_BEGUN_STATES))
+        )
         checkpoints = await _last_checkpoints(session, [row.id for row in rows])
         interruptions = await _last_interruptions(session, [row.id for row in rows])
         over = await _plan_comparisons(
@@ -149,9 +152,6 @@ async def read_job_metrics(database: Database, queues: tuple[str, ...], *, at: d
     return JobMetrics(tuple(series), waits, oldest, left_out=(begun or 0) - len(series))
 
 
-_HAS_BEGUN = JobRow.state.not_in(FINAL_STATES), JobRow.state != JobState.QUEUED
-
-
 async def _begun_jobs(session: AsyncSession, limit: int) -> list[Any]:
     before = aliased(AttemptRow)
     query = select(
@@ -174,7 +174,11 @@ async def _begun_jobs(session: AsyncSession, limit: int) -> list[Any]:
     query = query.outerjoin(AttemptRow, AttemptRow.id == JobRow.current_attempt)
     query = query.outerjoin(before, and_(before.job_id == JobRow.id, before.number == AttemptRow.number - 1))
     waits = case((JobRow.state == JobState.RECOVERING, 1), else_=0)
-    query = query.where(*_HAS_BEGUN).order_by(waits, JobRow.created_at.desc(), JobRow.id).limit(limit)
+    query = (
+        query.where(JobRow.state.in_(_BEGUN_STATES))
+        .order_by(waits, JobRow.created_at.desc(), JobRow.id)
+        .limit(limit)
+    )
     return list((await session.execute(query)).all())
 
 

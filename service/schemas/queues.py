@@ -27,7 +27,8 @@ class QueueView(BaseModel):
     depth: int = Field(description="Jobs that wait")
     reasons: list[WaitReason] = Field(default=[], description="Why they wait, the most common reason first")
     waiting: list[JobSummary] = Field(
-        description="The first 100 of them, in the order of their turns; `GET /api/v1/jobs?state=QUEUED` has all, by pages"
+        description="The first 100 of them, in the order of their turns; all are in the pages of "
+        "`GET /api/v1/jobs?state=QUEUED&state=RECOVERING&queue=NAME`"
     )
     cluster: str | None = Field(
         default="default", description="Where its jobs run; null for a queue that is not configured any more"

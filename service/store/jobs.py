@@ -292,8 +292,7 @@ async def list_jobs(
 
 
 class WaitingRow(NamedTuple):
-    """The fields of a waiting job that decide over it: a round reads those of thousands of jobs, and whole ones take ten
-    times as long."""
+    """The fields of a waiting job that decide over it: a round reads those of thousands of jobs."""
 
     id: str
     queue: str

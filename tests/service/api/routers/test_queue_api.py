@@ -218,7 +218,8 @@ async def test_a_long_queue_is_counted_by_reason_and_its_first_jobs_are_listed(
     monkeypatch.setattr("service.jobs.clusters._LISTED_WAITING", 2)
     async with make_api(queues={"default": None, "small": 2}) as api:
         await api.started()
-        ids = [await api.submit() for _ in range(3)] + [await api.submit(queue="small") for _ in range(3)]
+        ids = [await api.submit(priority=priority) for priority in (0, 0, 1)]
+        ids += [await api.submit(queue="small") for _ in range(3)]
         await api.service.orchestrator.round()
         ids.append(await api.submit())
         default, small = (await api.client.get("/api/v1/queues")).json()["items"]
@@ -229,7 +230,7 @@ async def test_a_long_queue_is_counted_by_reason_and_its_first_jobs_are_listed(
         assert [(one["reason"], one["jobs"], one["first"]["id"]) for one in small["reasons"]] == [
             ("WAITS_FOR_QUOTA", 3, ids[3])
         ]
-        assert (default["depth"], [job["id"] for job in default["waiting"]]) == (4, ids[:2])
+        assert (default["depth"], [job["id"] for job in default["waiting"]]) == (4, [ids[2], ids[0]])
         assert (small["depth"], [job["id"] for job in small["waiting"]]) == (3, ids[3:5])
         rest = (await api.client.get("/api/v1/jobs?state=QUEUED&queue=small&limit=2")).json()
         assert [job["id"] for job in rest["items"]] == [ids[5], ids[4]] and rest["next_page_token"]
