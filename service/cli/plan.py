@@ -282,7 +282,11 @@ def job_plan_text(preview: JobPlanPreview) -> str:
         "",
     ]
     rows = [("stage", "mesh", "begins at", "forward", "backward", "")]
-    recomputed = {stage["name"] for stage in plan.get("stages", ()) if stage["recomputed"]}
+    recomputes = {
+        stage["name"]: "recomputed but for products" if stage.get("selective") else "recomputed"
+        for stage in plan.get("stages", ())
+        if stage["recomputed"]
+    }
     for stage, begin in zip(spec["stages"], preview.begins, strict=True):
         backward_s = stage["backward_input_s"] + stage["backward_weight_s"]
         rows.append(
@@ -292,7 +296,7 @@ def job_plan_text(preview: JobPlanPreview) -> str:
                 begin,
                 duration_text(stage["forward_s"]),
                 duration_text(backward_s),
-                "recomputed" if stage["name"] in recomputed else "",
+                recomputes.get(stage["name"], ""),
             )
         )
     lines += [*_aligned_columns(rows), ""]

@@ -239,14 +239,18 @@ def _mesh_memory(plan_text: str, peaks: Mapping[str, int]) -> list[dict[str, Any
     body = json.loads(plan_text)
     planned = planned_peak_bytes(body["spec"], body["plan"])
     mesh_of = {stage["name"]: stage["mesh"] for stage in body["spec"]["stages"]}
-    again = [stage["name"] for stage in body["plan"].get("stages", ()) if stage["recomputed"]]
+    again = {
+        stage["name"]: f"{stage['name']} but for products" if stage.get("selective") else stage["name"]
+        for stage in body["plan"].get("stages", ())
+        if stage["recomputed"]
+    }
     return [
         {
             "mesh": mesh["name"],
             "limit_bytes": mesh.get("memory_bytes"),
             "planned_bytes": planned.get(mesh["name"]),
             "measured_bytes": peaks.get(mesh["name"]),
-            "recomputed": [stage for stage in again if mesh_of[stage] == mesh["name"]],
+            "recomputed": [text for stage, text in again.items() if mesh_of[stage] == mesh["name"]],
         }
         for mesh in body["spec"]["meshes"]
     ]

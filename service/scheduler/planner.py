@@ -18,10 +18,12 @@ from service.scheduler.auto.auto import plan_auto, plan_from_running
 from service.scheduler.auto.backward_split import problem_with_whole_backwards
 from service.scheduler.auto.fixed_schedule import named_timeline, plan_named
 from service.scheduler.auto.recomputation import (
-    cheapest_choice,
+    cheapest_recomputation,
     may_recompute,
+    may_recompute_selectively,
     must_recompute,
     with_recomputation,
+    with_recompute_options,
 )
 from service.scheduler.kernels import TOLERANCE
 from service.scheduler.problem.defects import defect
@@ -109,6 +111,11 @@ def _proven_plan(spec: PipelineSpec, found: SearchResult, budget_s: float) -> Pl
         proof,
         chosen=found.chosen,
         recomputed=found.recomputed,
+        selective=[
+            stage.name
+            for stage in with_recompute_options(spec, found.selective).stages
+            if stage.name in found.recomputed and stage.recompute is not None and stage.recompute.selective
+        ],
         made_with=PlanOrigin(budget_s=budget_s, seeds=SEEDS, versions=versions()),
         notes=found.notes,
     )
@@ -121,7 +128,8 @@ def _first_verified(
     while True:
         try:
             programs = compile_programs(found.timeline)
-            played = check_programs(with_recomputation(spec, found.recomputed), programs)
+            decided = with_recomputation(spec, found.recomputed, found.selective)
+            played = check_programs(decided, programs)
             check_slots(found.timeline, played)
             return found, programs, played
         except Exception as error:
@@ -193,10 +201,15 @@ def _find_timeline(spec: PipelineSpec, budget_s: float, expired: Callable[[], bo
     if spec.schedule == AUTO:
         return plan_auto(spec, budget_s, expired)
     names = may_recompute(spec)
-    choice = cheapest_choice(
+    choice = cheapest_recomputation(
         names,
-        lambda some: named_timeline(with_recomputation(spec, some), spec.schedule).makespan,
+        may_recompute_selectively(spec),
+        lambda some: named_timeline(some.decide(spec), spec.schedule).makespan,
         tasks=problem_with_whole_backwards(spec).tasks,
     )
-    found = plan_named(with_recomputation(spec, choice), budget_s, expired)
-    return replace(found, recomputed=tuple(sorted(must_recompute(spec).union(choice))))
+    found = plan_named(choice.decide(spec), budget_s, expired)
+    return replace(
+        found,
+        recomputed=tuple(sorted(must_recompute(spec).union(choice.stages))),
+        selective=tuple(sorted(choice.selective)),
+    )

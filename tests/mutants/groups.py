@@ -70,7 +70,7 @@ GROUPS = [
         "gradients",
         "worker/contract/buckets.py worker/engine/forward.py worker/engine/optim/state_dict.py worker/engine/lowering.py",
         f"{_ENGINE}/optim/test_state_dict.py {_ENGINE}/test_lowering.py {_ENGINE}/test_reduction.py "
-        f"{_ENGINE}/test_recompute.py {_ENGINE}/test_swapping.py -k 'not traced_models'",
+        f"{_ENGINE}/recomputation/test_recompute.py {_ENGINE}/test_swapping.py -k 'not traced_models'",
     ),
     Group(
         "batches",

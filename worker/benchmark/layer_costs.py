@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ from worker.contract.profile import LayerCost, LayerEdge, LayerProfile
 from worker.contract.reasons import Reason
 from worker.engine.autograd import WeightBackward, backward, backward_input
 from worker.engine.compile import StageCompiler
-from worker.engine.forward import drop_casts, run_forward, uncompiled
+from worker.engine.forward import drop_casts, keeping_no_tensors, run_forward, uncompiled
+from worker.engine.recomputation.products import KeptProducts, StageProducts
 from worker.model.export import TracedModel
 from worker.model.opaque.call import opaque_calls
 from worker.model.stages import OUTPUT_NAME, StageModule, input_name, is_output
@@ -127,10 +128,17 @@ class _LayerProfiler:
         ):
             self._compiled.add(name)
         saved = run.count_saved()
+        products = None if name in self._compiled else run.count_products()
         for tensor in saved.tensors:
             self._saved_at.setdefault(tensor, set()).add(index)
         sums = () if self._tensor_parallel is None else _layer_collectives(run, self._tensor_parallel)
-        times = _layer_times(run, self._device, self._repeats, MEASURE_BUDGET_S / len(self._placed.layers))
+        times = _layer_times(
+            run,
+            self._device,
+            self._repeats,
+            MEASURE_BUDGET_S / len(self._placed.layers),
+            selective=products is not None,
+        )
         run.stage.zero_grad(set_to_none=True)
         parameters, buffers = self._named_state(run.stage)
         self._tensors |= run.results()
@@ -152,6 +160,9 @@ class _LayerProfiler:
             sums=sums,
             norm_sums=batch_norm_collectives(self._builder.operations(index), self._placed.values),
             flops=saved.flops,
+            selective_s=times.selective_s,
+            selective_bytes=0 if products is None else products.bytes,
+            selective_only_bytes=0 if products is None else products.only_bytes,
         )
 
     def _layer_run(self, index: int) -> _LayerRun:
@@ -248,6 +259,14 @@ class _SavedForBackward:
     flops: int | None
 
 
+@dataclass(frozen=True)
+class _Products:
+    """The bytes of the products of a layer, and of those among them that autograd does not keep."""
+
+    bytes: int
+    only_bytes: int
+
+
 class _LayerRun:
     """Runs one layer forward and backward with gradients of ones for what leaves it."""
 
@@ -272,6 +291,7 @@ class _LayerRun:
         self.outputs: dict[str, Tensor] = {}
         self.rest = WeightBackward()
         self._whole_backward = bool(opaque_calls(stage))
+        self._products, self._kept = StageProducts(), KeptProducts()
 
     def forward(self) -> None:
         position = self.stage.model_outputs if self.loss is not None else None
@@ -297,6 +317,17 @@ class _LayerRun:
             training=training,
             autocast_dtype=self.autocast,
         )
+
+    def keep_products(self) -> None:
+        """The first forward of a stage that recomputes selectively."""
+        self._kept = KeptProducts()
+        with keeping_no_tensors(), self._products.keeping(self._kept):
+            self.module_alone(True)
+
+    def take_products(self) -> None:
+        """The second one."""
+        with self._products.taking(self._kept):
+            self.forward()
 
     def backward_input(self) -> None:
         _, self.rest = backward_input(self.roots, self.gradients, self.leaves, whole=self._whole_backward)
@@ -349,6 +380,37 @@ class _LayerRun:
         return _SavedForBackward(
             bytes=size, weight_stash_bytes=stash, tensors=saved, cast_bytes=cast_bytes, flops=flops
         )
+
+    def count_products(self) -> _Products | None:
+        """The products that selective recomputation keeps; None where the layer does not run so: a module that runs as it is
+        may do other things the second time, and a product that is changed in place can't be taken."""
+        if self._whole_backward:
+            return None
+        made: dict[int, int] = {}
+
+        def count(value: Tensor) -> None:
+            made[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+
+        self._products.find(self.stage)
+        products = KeptProducts(count)
+        kept: dict[int, Tensor] = {}
+
+        def keep(value: Tensor) -> Tensor:
+            return kept.setdefault(value.untyped_storage().data_ptr(), value)
+
+        try:
+            with (
+                torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value),
+                self._products.keeping(products),
+            ):
+                self.module_alone(True)
+            with self._products.taking(products):
+                self.forward()
+        except RuntimeError as error:
+            log.info("a layer is not recomputed selectively: %s", error)
+            return None
+        only = (size for place, size in made.items() if place not in kept)
+        return _Products(sum(made.values()), sum(only))
 
     def _weight_stash_bytes(self, fixed: set[int]) -> int:
         """The bytes that W holds now, shared memory once, without what lies at the places `fixed`."""
@@ -428,18 +490,34 @@ class _LayerTimes:
     backward_s: float
     backward_input_s: float
     backward_weight_s: float
+    selective_s: float | None = None
 
 
-def _layer_times(run: _LayerRun, device: torch.device, repeats: int, budget_s: float) -> _LayerTimes:
+def _layer_times(
+    run: _LayerRun, device: torch.device, repeats: int, budget_s: float, *, selective: bool
+) -> _LayerTimes:
     rounds = []
-    actions = (run.forward, run.backward, run.forward, run.backward_input, run.backward_weight)
+    actions = (
+        run.forward,
+        run.backward,
+        run.forward,
+        run.backward_input,
+        run.backward_weight,
+        *((run.keep_products, run.take_products) if selective else ()),
+    )
     started = time.perf_counter()
     for count in range(max(1, repeats)):
         if count >= MIN_REPEATS and time.perf_counter() - started > budget_s:
             break
         rounds.append([_seconds(action, device) for action in actions])
-    forward, whole, again, inputs, weights = (statistics.median(times) for times in zip(*rounds, strict=True))
-    return _LayerTimes(min(forward, again), whole, inputs, weights)
+    forward, whole, again, inputs, weights, *products = (
+        statistics.median(times) for times in zip(*rounds, strict=True)
+    )
+    times = _LayerTimes(min(forward, again), whole, inputs, weights)
+    if not products:
+        return times
+    keeping, taking = products
+    return replace(times, selective_s=max(0.0, keeping - times.forward_s) + taking)
 
 
 def _seconds(action: Callable[[], None], device: torch.device) -> float:

@@ -30,7 +30,8 @@ class MeshProgram:
 
     `planned_s` and `planned_starts_s` are the planned length and start of each instruction (None: REDUCE and STEP have
     no start); without them every slot has the least limit. The stages `recomputed` keep their inputs only and run
-    their forward again in B or I. `reshardings` are the transfers of all meshes that do not go in pairs of workers.
+    their forward again in B or I; those of them that are `selective` keep the results of products too. `reshardings`
+    are the transfers of all meshes that do not go in pairs of workers.
     """
 
     instructions: Program
@@ -38,6 +39,7 @@ class MeshProgram:
     planned_s: Sequence[float] | None = None
     planned_starts_s: Sequence[float | None] | None = None
     recomputed: Collection[int] = ()
+    selective: Collection[int] = ()
     reshardings: ReshardingPlans = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -101,8 +103,13 @@ class PlannedJob:
 
     @property
     def recomputed(self) -> list[int]:
-        """The stages that keep their inputs only."""
+        """The stages that run their forward again."""
         return [index for index, stage in enumerate(self.plan.get("stages", ())) if stage["recomputed"]]
+
+    @property
+    def selective(self) -> list[int]:
+        """The stages among these that keep the results of products."""
+        return [index for index, stage in enumerate(self.plan.get("stages", ())) if stage.get("selective")]
 
     def programs(self) -> dict[str, MeshProgram]:
         """The program of each mesh in a training step."""
@@ -112,6 +119,7 @@ class PlannedJob:
             self.microbatches,
             update=self.update,
             recomputed=self.recomputed,
+            selective=self.selective,
             reshardings=self.reshardings,
         )
 
@@ -158,6 +166,7 @@ def mesh_programs(
     *,
     update: Sequence[MeshUpdate] = (),
     recomputed: Collection[int] = (),
+    selective: Collection[int] = (),
     reshardings: ReshardingPlans | None = None,
 ) -> dict[str, MeshProgram]:
     """The programs of a plan (JSON of a Plan) with their planned times, by mesh. See `planned_seconds`."""
@@ -169,6 +178,7 @@ def mesh_programs(
             planned_s=seconds[mesh],
             planned_starts_s=starts[mesh],
             recomputed=frozenset(recomputed),
+            selective=frozenset(selective),
             reshardings=reshardings or {},
         )
         for mesh, program in plan["programs"].items()

@@ -78,7 +78,7 @@ def slowest_collective_cost(found: Sequence[CollectiveCost | None]) -> Collectiv
 
 
 # Of the JSON and of what its numbers mean: a stored profile of another format is measured anew.
-PROFILE_FORMAT = 9
+PROFILE_FORMAT = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,9 @@ class LayerCost:
     `activation_bytes` is what autograd keeps from forward to backward, a saved input among it;
     `weight_stash_bytes` what I keeps for W, gradients among it: it may be more. `cast_bytes` is what
     autocast's copies of its weights take, one for all microbatches of a step. `flops` are the operations of a forward and
-    a backward without recomputation; None: not counted.
+    a backward without recomputation; None: not counted. Selective recomputation keeps `selective_bytes` beside the
+    inputs, the results of products, of which autograd keeps all but `selective_only_bytes` anyway, and takes
+    `selective_s` more; None: the layer does not run so.
     `parameters` and `buffers` are original names, so that what several layers use shows in each of them. `sums` are those
     over workers that share the layer's matrices, which its times leave out: of a time's name and a way to sum (SumCosts)
     how many, and bytes in all. `norm_sums` are those that its batch norms would make over all workers of a mesh
@@ -109,6 +111,9 @@ class LayerCost:
     backward_s: float | None = None
     cast_bytes: int = 0
     flops: int | None = None
+    selective_s: float | None = field(default=None, metadata=OMIT_EMPTY)
+    selective_bytes: int = field(default=0, metadata=OMIT_EMPTY)
+    selective_only_bytes: int = field(default=0, metadata=OMIT_EMPTY)
     sums: tuple[tuple[str, str, int, int], ...] = ()
     norm_sums: tuple[tuple[str, int, int], ...] = field(default=(), metadata=OMIT_EMPTY)
 
@@ -126,9 +131,11 @@ class LayerCost:
     ) -> LayerCost:
         longer: dict[str, float] = {}
         for name, way, count, size in sums:
-            alone_s = self.whole_backward_s if name == "backward_s" else getattr(self, name)
-            so_far = longer.get(name, alone_s)
-            longer[name] = so_far + between.seconds(way, count, size)
+            # a forward that runs again sums again
+            for time in (name, "selective_s") if name == "forward_s" else (name,):
+                alone_s = self.whole_backward_s if time == "backward_s" else getattr(self, time)
+                if alone_s is not None:
+                    longer[time] = longer.get(time, alone_s) + between.seconds(way, count, size)
         return replace(self, **longer)
 
     @property
@@ -243,6 +250,8 @@ class LayerProfile:
                 layer,
                 activation_bytes=more(layer.activation_bytes),
                 weight_stash_bytes=more(layer.weight_stash_bytes),
+                selective_bytes=more(layer.selective_bytes),
+                selective_only_bytes=more(layer.selective_only_bytes),
             )
             for layer in self.layers
         )
@@ -285,7 +294,7 @@ def mean_profile(profiles: Sequence[LayerProfile]) -> LayerProfile:
         times = [getattr(profile.layers[index], name) for profile in profiles]
         return None if None in times else sum(times) / len(times)
 
-    times = ("forward_s", "backward_input_s", "backward_weight_s", "backward_s")
+    times = ("forward_s", "backward_input_s", "backward_weight_s", "backward_s", "selective_s")
     layers = (
         replace(layer, **{name: mean(i, name) for name in times}) for i, layer in enumerate(first.layers)
     )

@@ -200,7 +200,14 @@ class Engine:
             for index, module in stages.modules.items()
         }
         self.runners = {
-            index: StageRunner(wiring, module, self._state, settings, recompute=index in program.recomputed)
+            index: StageRunner(
+                wiring,
+                module,
+                self._state,
+                settings,
+                recompute=index in program.recomputed,
+                selective=index in program.selective,
+            )
             for index, (module, wiring) in self.stages.items()
         }
         self._reshardings = Reshardings(

@@ -48,10 +48,11 @@ def check_exchange(mesh: str, before: MeshProgram, after: MeshProgram) -> None:
             f"mesh {mesh} runs {before.microbatches} microbatches, the other program {after.microbatches}: a running job "
             "keeps its microbatches"
         )
-    if {*after.recomputed} != {*before.recomputed}:
+    if {*after.recomputed} != {*before.recomputed} or {*after.selective} != {*before.selective}:
         raise ValueError(
-            f"on mesh {mesh} the stages {sorted(before.recomputed)} recompute, in the other program "
-            f"{sorted(after.recomputed)}: a running job keeps what recomputes"
+            f"on mesh {mesh} the stages {sorted(before.recomputed)} recompute, {sorted(before.selective)} of them "
+            f"selectively, in the other program {sorted(after.recomputed)} and {sorted(after.selective)}: a running job "
+            "keeps what recomputes"
         )
     if {*after.reshardings} != {*before.reshardings}:
         raise ValueError(

@@ -21,14 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from worker.engine.forward import (
-    RecomputeInputs,
-    StageArguments,
-    UpdatedBuffers,
-    pieces_of,
-    save_recompute_inputs,
-    uncompiled,
-)
+from worker.engine.forward import StageArguments, pieces_of, uncompiled
+from worker.engine.recomputation.inputs import RecomputeInputs, UpdatedBuffers, save_recompute_inputs
 from worker.model.opaque.call import OpaqueCall, copied_modules, opaque_calls, using_modules
 from worker.model.parity import compare, tolerance_for
 from worker.model.rng import derive_seed

@@ -20,15 +20,14 @@ from worker.contract.failures import leave_breadcrumb
 from worker.engine.autograd import WeightBackward, backward, backward_input
 from worker.engine.forward import (
     ForwardResult,
-    RecomputeInputs,
     StageArguments,
-    UpdatedBuffers,
     gather_arguments,
     keeping_no_tensors,
     pieces_of,
     run_forward,
-    save_recompute_inputs,
 )
+from worker.engine.recomputation.inputs import RecomputeInputs, UpdatedBuffers, save_recompute_inputs
+from worker.engine.recomputation.products import KeptProducts, StageProducts
 from worker.engine.results import StageError
 from worker.engine.routes import StageWiring
 from worker.engine.spot_check import ForwardCheck, Spot
@@ -43,7 +42,8 @@ _LAUNCHES_OF_OPAQUE = 1000
 
 
 class StageRunner:
-    """One stage of this mesh. With `recompute` F keeps the stage's inputs only, and B (or I) runs it again."""
+    """One stage of this mesh. With `recompute` F keeps the stage's inputs only, and B (or I) runs it again; with
+    `selective` too F keeps the results of products besides, and the second run takes them."""
 
     def __init__(
         self,
@@ -53,6 +53,7 @@ class StageRunner:
         settings: ComputeSettings,
         *,
         recompute: bool = False,
+        selective: bool = False,
     ):
         self._stage = wiring.stage
         self._tensors = StageTensors(wiring, state, settings)
@@ -63,9 +64,11 @@ class StageRunner:
         self._saved: dict[int, SavedForward] = {}
         self._weights: dict[int, tuple[WeightBackward, RecomputeInputs | None]] = {}
         self._recompute = recompute and settings.training
+        self._selective = self._recompute and selective
         self._buffers = UpdatedBuffers(module)
         self._whole_backward = bool(opaque_calls(module))
         self._check: ForwardCheck | None = None
+        self._products = StageProducts()
         self._random: RandomState | None = None
         keeps = settings.keeps_random
         if settings.seed is not None and (settings.training or keeps):
@@ -73,6 +76,8 @@ class StageRunner:
             operations = reseed_at_random_ops(module, random)
             # a traced stage shows its random operations: without one it needs no state
             self._random = random if operations != 0 or (keeps and self._has_loss) else None
+        if self._selective:  # where nothing changes the graph any more
+            self._products.find(module)
 
     def observe(self, observer: StageObserver | None) -> None:
         """Report to `observer` from now on what this stage does."""
@@ -147,7 +152,9 @@ class StageRunner:
                 functools.partial(self._tensors.fetch, microbatch=microbatch),
                 training=settings.training,
             )
-            recompute_inputs = save_recompute_inputs(arguments, self._buffers) if self._recompute else None
+            recompute_inputs = None
+            if self._recompute:
+                recompute_inputs = save_recompute_inputs(arguments, self._buffers, selective=self._selective)
             if check := self._check_of(microbatch):
                 check.begin(arguments, self._buffers)
 
@@ -163,7 +170,7 @@ class StageRunner:
                 arguments,
                 microbatch,
                 training=settings.training,
-                again=recompute_inputs is not None,
+                again=recompute_inputs,
                 accept=accept,
             )
             if recompute_inputs is not None:
@@ -211,36 +218,44 @@ class StageRunner:
         microbatch: int,
         *,
         training: bool,
-        again: bool = False,
+        again: RecomputeInputs | None = None,
+        taking: KeptProducts | None = None,
         accept: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None,
     ) -> ForwardResult:
-        """Run the module, and the loss where the model's output is. What will be run `again` for its backward
-        keeps nothing, and leaves the loss, which may count its calls, to that run."""
+        """Run the module, and the loss where the model's output is, `taking` what an earlier run has kept. What will be
+        run `again` for its backward keeps its products at most, and leaves the loss, which may count its calls, to that
+        run."""
         state, settings = self._state, self._settings
         loss = None
-        if state.targets is not None and not again:
+        if state.targets is not None and again is None:
             loss = functools.partial(self._loss, microbatch=microbatch)
             if settings.weights is not None and state.weights is None and self._has_loss:
                 # workers may sum here: not while this one has the generators, for which others may wait
                 state.weights = settings.weights(state.targets)
-        # without gradients nothing asks for one: a compiled stage has one graph for such forwards, here and in evaluations
-        values = [value.detach() for value in arguments.values] if again else arguments.values
-        shares_casts = again and self._can_share_casts
+        values, records = arguments.values, training  # a graph
+        products = contextlib.nullcontext() if taking is None else self._products.taking(taking)
+        if again is not None and again.products is not None:
+            products = self._products.keeping(again.products)
+        elif again is not None:
+            # without gradients nothing asks for one: a compiled stage has one graph for such forwards and for evaluations
+            values, records = [value.detach() for value in values], training and self._can_share_casts
+        keeps_none = again is not None and records
         with (
             self._random_state(microbatch),
-            keeping_no_tensors() if shares_casts else contextlib.nullcontext(),
+            products,
+            keeping_no_tensors() if keeps_none else contextlib.nullcontext(),
         ):
             run = run_forward(
                 self._module,
                 values,
                 device_type=settings.device.type,
-                training=training and (shares_casts or not again),
+                training=records,
                 autocast_dtype=settings.autocast_dtype,
                 accept=accept or self._accept,
                 loss_of=self._wiring.model_outputs,
                 loss=loss,
             )
-        if shares_casts:
+        if keeps_none:
             run = ForwardResult([output.detach() for output in run.outputs], None)
         if run.loss is not None:
             state.losses[microbatch] = run.loss.detach()
@@ -262,7 +277,8 @@ class StageRunner:
         """Run the forward of a recomputed stage once more, with gradients now."""
         if saved.recompute_inputs is None:
             return
-        run = self._run(saved.recompute_inputs.take_arguments(), microbatch, training=True)
+        inputs = saved.recompute_inputs
+        run = self._run(inputs.take_arguments(), microbatch, training=True, taking=inputs.take_products())
         saved.loss = run.loss
         for wiring, output in zip(self._wiring.outputs, run.outputs, strict=True):
             if wiring.local_consumers or wiring.routes:

@@ -14,8 +14,9 @@ from typing import Protocol
 
 import torch
 
-from worker.engine.forward import InputSource, RecomputeInputs
+from worker.engine.forward import InputSource
 from worker.engine.optim.grad_scaler import PipelineGradScaler
+from worker.engine.recomputation.inputs import RecomputeInputs
 from worker.engine.routes import LocalInput, ModelInput, OutputWiring, RemoteInput, Route, StageWiring
 
 LossValue = torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]

@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,10 +23,13 @@ from service.scheduler.auto.backward_split import (
 )
 from service.scheduler.auto.fixed_schedule import named_timeline, prefer_shorter_named
 from service.scheduler.auto.recomputation import (
+    Recomputation,
     StageChoice,
     candidate_choices,
+    candidate_recomputations,
     fuse_costly_splits,
     may_recompute,
+    may_recompute_selectively,
     must_recompute,
     recompute_relaxation,
     tightest_memory_first,
@@ -76,6 +80,7 @@ _LATER_RULES = 3  # rules for each later choice
 _LONG_STEP_ERROR = 0.03  # relative error of the makespan estimated for a long step
 
 Expired = Callable[[], bool] | None
+Choice = TypeVar("Choice", StageChoice, Recomputation)
 
 
 def plan_auto(spec: PipelineSpec, budget_s: float, expired: Expired) -> SearchResult:
@@ -84,28 +89,32 @@ def plan_auto(spec: PipelineSpec, budget_s: float, expired: Expired) -> SearchRe
     problem = problem_with_whole_backwards(spec)
     budget_s = max(0.0, budget_s - max(0.0, _COMPILE_S_PER_TASK * problem.tasks - _UNCOUNTED_COMPILE_S))
 
-    def plan(choice: StageChoice, seconds: float) -> SearchResult:
-        decided = with_recomputation(spec, choice)
+    def plan(choice: Recomputation, seconds: float) -> SearchResult:
+        decided = choice.decide(spec)
         check_spec(decided)
         found = with_valid_bound(_best_backward_split(decided, seconds, expired), decided)
-        return replace(found, recomputed=tuple(sorted(always.union(choice))))
+        return replace(
+            found,
+            recomputed=tuple(sorted(always.union(choice.stages))),
+            selective=tuple(sorted(choice.selective)),
+        )
 
     if not names:
         found = prefer_shorter_named(
-            plan(frozenset(), budget_s), with_recomputation(spec, ()), budget_s, expired
+            plan(Recomputation(), budget_s), with_recomputation(spec, ()), budget_s, expired
         )
         return _with_less_memory(found, budget_s, expired)
     names = tightest_memory_first(names, problem)
     estimator = MakespanEstimator(_ESTIMATE_SHARE * budget_s)
-    estimates: dict[StageChoice, float] = {}
+    estimates: dict[Recomputation, float] = {}
 
-    def estimate(choice: StageChoice) -> float:
-        decided = with_recomputation(spec, choice)
+    def estimate(choice: Recomputation) -> float:
+        decided = choice.decide(spec)
         if _is_ruled_out(decided):
             return math.inf
         whole = frozenset(faster_whole_stages(decided))
         forms = {"split": frozenset[str](), **({"whole": whole} if whole else {})}
-        thorough = len(choice) in (0, len(names))
+        thorough = len(choice.stages) in (0, len(names))
         estimates[choice] = min(
             estimator.makespan(
                 fuse_costly_splits(problem_with_whole_backwards(decided, stages)), form, thorough=thorough
@@ -114,12 +123,17 @@ def plan_auto(spec: PipelineSpec, budget_s: float, expired: Expired) -> SearchRe
         )
         return estimates[choice]
 
-    choices = candidate_choices(
-        names, estimate, lambda: estimator.exhausted, relative_error=estimator.relative_error(problem)
+    selectable = may_recompute_selectively(spec)
+    choices = candidate_recomputations(
+        names,
+        selectable,
+        estimate,
+        lambda: estimator.exhausted,
+        relative_error=estimator.relative_error(problem),
     )
-    every = len(choices) == 2 ** len(names)
+    every = len(choices) == 2 ** len(names) and selectable.isdisjoint(names)
     # check_spec alone rules a choice out: it needs no search
-    choices = [choice for choice in choices if not _is_ruled_out(with_recomputation(spec, choice))] or choices
+    choices = [choice for choice in choices if not _is_ruled_out(choice.decide(spec))] or choices
     budget_s = max(0.0, budget_s - estimator.spent_s)
     best = _best_of(
         plan,
@@ -127,10 +141,11 @@ def plan_auto(spec: PipelineSpec, budget_s: float, expired: Expired) -> SearchRe
         budget_s=budget_s,
         estimate_s=estimates.get(choices[0], math.inf),
         bound=makespan_lower_bound_s(spec),
-        bound_of=lambda choice: lower_bound(backward_relaxation(with_recomputation(spec, choice))),
+        bound_of=lambda choice: lower_bound(backward_relaxation(choice.decide(spec))),
         every=every,
     )
-    best = prefer_shorter_named(best, with_recomputation(spec, best.recomputed), budget_s, expired)
+    decided = with_recomputation(spec, best.recomputed, best.selective)
+    best = prefer_shorter_named(best, decided, budget_s, expired)
     return _with_less_memory(best, budget_s, expired)
 
 
@@ -241,13 +256,13 @@ def _is_ruled_out(spec: PipelineSpec) -> bool:
 
 
 def _best_of(
-    plan: Callable[[StageChoice, float], SearchResult],
-    choices: Sequence[StageChoice],
+    plan: Callable[[Choice, float], SearchResult],
+    choices: Sequence[Choice],
     *,
     budget_s: float,
     estimate_s: float,
     bound: float,
-    bound_of: Callable[[StageChoice], float],
+    bound_of: Callable[[Choice], float],
     every: bool,
 ) -> SearchResult:
     """The shortest plan of the choices, best first; ends when one attains `bound`.

@@ -1,14 +1,16 @@
 """Chooses the stages that recompute: they drop their activations and run their forward again for the backward.
 
 A stage that recomputes keeps less from its forward on and takes longer; during its backward all activations are
-there again. With few open stages every choice is searched. With many: none, all, and the best by constructive
-plans, which starts from the stages shortest of memory and improves by single changes.
+there again. Selectively, it keeps the results of its products besides, and takes a little longer. With few open stages
+every choice is searched. With many: none, all, and the best by constructive plans, which starts from the stages
+shortest of memory and improves by single changes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
@@ -21,6 +23,26 @@ _MAX_ESTIMATES = 200  # choices that are estimated at most
 _MAX_ESTIMATED_TASKS = 300_000  # tasks of all estimated plans together, where each plan is a named one
 
 StageChoice = frozenset[str]
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """The stages that recompute by choice, and those of them that do it selectively."""
+
+    stages: StageChoice = frozenset()
+    selective: StageChoice = frozenset()
+
+    def decide(self, spec: PipelineSpec) -> PipelineSpec:
+        """The spec in which these stages recompute, and those that must."""
+        return with_recomputation(spec, self.stages, self.selective)
+
+    def neighbours(self, name: str, selectable: bool) -> list[Recomputation]:
+        """The choices that differ in one stage, which may recompute selectively where it is `selectable`."""
+        without = Recomputation(self.stages - {name}, self.selective - {name})
+        choices = [without, Recomputation(without.stages | {name}, without.selective)]
+        if selectable:
+            choices.append(Recomputation(without.stages | {name}, without.selective | {name}))
+        return [choice for choice in choices if choice != self]
 
 
 def may_recompute(spec: PipelineSpec) -> list[str]:
@@ -81,21 +103,41 @@ def must_recompute(spec: PipelineSpec) -> frozenset[str]:
     )
 
 
-def with_recomputation(spec: PipelineSpec, recomputed: Iterable[str]) -> PipelineSpec:
-    """The spec in which `recomputed` and the required stages recompute, with the costs and memory of that choice."""
+def may_recompute_selectively(spec: PipelineSpec) -> StageChoice:
+    """The stages that may recompute selectively in place of wholly."""
+    return frozenset(stage.name for stage in spec.stages if stage.recompute_selectively is not None)
+
+
+def with_recomputation(
+    spec: PipelineSpec, recomputed: Iterable[str], selective: Iterable[str] = ()
+) -> PipelineSpec:
+    """The spec in which `recomputed` and the required stages recompute, those that are `selective` too selectively, with
+    the costs and memory of that choice."""
     chosen = must_recompute(spec).union(recomputed)
+    stages = with_recompute_options(spec, selective).stages
     return spec.model_copy(
-        update={"stages": [_decide_stage(stage, stage.name in chosen) for stage in spec.stages]}
+        update={"stages": [_decide_stage(stage, stage.name in chosen) for stage in stages]}
     )
+
+
+def with_recompute_options(spec: PipelineSpec, selective: Iterable[str]) -> PipelineSpec:
+    """The spec in which the stages `selective` may recompute selectively alone, and all others wholly alone."""
+    chosen = {*selective}
+
+    def decided(stage: StageSpec) -> StageSpec:
+        if stage.recompute_selectively is None:
+            return stage
+        option = stage.recompute_selectively if stage.name in chosen else stage.recompute
+        return stage.model_copy(update={"recompute": option, "recompute_selectively": None})
+
+    return spec.model_copy(update={"stages": [decided(stage) for stage in spec.stages]})
 
 
 def recompute_relaxation(spec: PipelineSpec) -> PipelineSpec:
     """A spec that no choice can beat: every stage keeps the least and none takes longer."""
     decided = []
     for stage in spec.stages:
-        kept = stage.activation_bytes
-        if stage.recompute is not None:
-            kept = min(kept, stage.recompute.activation_bytes)
+        kept = min([stage.activation_bytes, *(option.activation_bytes for option in stage.recompute_options)])
         decided.append(
             stage.model_copy(
                 update={
@@ -103,6 +145,7 @@ def recompute_relaxation(spec: PipelineSpec) -> PipelineSpec:
                     "weight_stash_bytes": min(stage.weight_stash_bytes, kept),
                     "rematerialised_bytes": 0,
                     "recompute": None,
+                    "recompute_selectively": None,
                 }
             )
         )
@@ -115,7 +158,7 @@ def _decide_stage(stage: StageSpec, recomputes: bool) -> StageSpec:
     return stage.model_copy(
         update={
             "activation_bytes": stage.recompute.activation_bytes,
-            "rematerialised_bytes": rematerialised_bytes(stage),
+            "rematerialised_bytes": rematerialised_bytes(stage, stage.recompute),
             "backward_input_s": stage.backward_input_s + stage.recompute.extra_s,
             "backward_s": None if stage.backward_s is None else stage.backward_s + stage.recompute.extra_s,
             "recompute": None,
@@ -182,16 +225,62 @@ def candidate_choices(
     return list(dict.fromkeys([best, nothing, frozenset(names)]))
 
 
-def cheapest_choice(
-    names: Sequence[str], makespan: Callable[[StageChoice], float], tasks: int
-) -> StageChoice:
-    """No stage where that fits (nothing is faster than keeping all), else the best of `candidate_choices`.
+def candidate_recomputations(
+    names: Sequence[str],
+    selectable: StageChoice,
+    estimate: Callable[[Recomputation], float],
+    exhausted: Callable[[], bool] = lambda: False,
+    *,
+    relative_error: float = 0.0,
+) -> list[Recomputation]:
+    """Choices worth a search, best first by `estimate`; `selectable` stages may recompute selectively.
+
+    Those of `candidate_choices` in which every stage recomputes wholly, and those in which all that can do so
+    recompute selectively; and the better of both with single stages changed, until none is better.
+    """
+    seen: dict[Recomputation, float] = {}
+
+    def estimated(choice: Recomputation) -> float:
+        if choice not in seen:
+            seen[choice] = estimate(choice)
+        return seen[choice]
+
+    found = []
+    for selective in (frozenset[str](), selectable) if selectable.intersection(names) else (frozenset(),):
+        stages = candidate_choices(
+            names,
+            lambda some, selective=selective: estimated(Recomputation(some, some & selective)),
+            exhausted,
+            relative_error=relative_error,
+        )
+        found += [Recomputation(some, some & selective) for some in stages]
+    if not selectable:
+        return found
+    best, improved = min(found, key=estimated), True
+    while improved:
+        improved = False
+        for other in (near for name in names for near in best.neighbours(name, name in selectable)):
+            if exhausted() or len(seen) >= 2 * _MAX_ESTIMATES:
+                break
+            if estimated(other) < seen[best] * (1 - relative_error):
+                best, improved = other, True
+                break
+    return sorted({best: None, **dict.fromkeys(found)}, key=estimated)
+
+
+def cheapest_recomputation(
+    names: Sequence[str],
+    selectable: StageChoice,
+    makespan: Callable[[Recomputation], float],
+    tasks: int,
+) -> Recomputation:
+    """No stage where that fits (nothing is faster than keeping all), else the best of `candidate_recomputations`.
 
     `makespan` raises SpecError for a choice that does not fit; each of its plans has `tasks` tasks.
     """
     estimated_tasks = 0
 
-    def estimate(choice: StageChoice) -> float:
+    def estimate(choice: Recomputation) -> float:
         nonlocal estimated_tasks
         estimated_tasks += tasks
         try:
@@ -199,7 +288,9 @@ def cheapest_choice(
         except SpecError:
             return math.inf
 
-    nothing: StageChoice = frozenset()
+    nothing = Recomputation()
     if not names or math.isfinite(estimate(nothing)):
         return nothing
-    return candidate_choices(names, estimate, lambda: estimated_tasks >= _MAX_ESTIMATED_TASKS)[0]
+    return candidate_recomputations(
+        names, selectable, estimate, lambda: estimated_tasks >= _MAX_ESTIMATED_TASKS
+    )[0]

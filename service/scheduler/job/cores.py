@@ -69,7 +69,7 @@ def _slower_stage(stage: StageSpec, factor: float) -> StageSpec:
         "backward_weight_s": stage.backward_weight_s * factor,
         "backward_s": None if stage.backward_s is None else stage.backward_s * factor,
     }
-    if stage.recompute is not None:
-        extra_s = stage.recompute.extra_s * factor
-        costs["recompute"] = stage.recompute.model_copy(update={"extra_s": extra_s})
+    for name in ("recompute", "recompute_selectively"):
+        if (option := getattr(stage, name)) is not None:
+            costs[name] = option.model_copy(update={"extra_s": option.extra_s * factor})
     return stage.model_copy(update=costs)

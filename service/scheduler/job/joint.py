@@ -19,7 +19,12 @@ import numpy as np
 from service.scheduler.auto.auto import constructive_makespan, makespan_lower_bound_s
 from service.scheduler.auto.backward_split import faster_whole_stages
 from service.scheduler.auto.fixed_schedule import named_timeline
-from service.scheduler.auto.recomputation import may_recompute, with_recomputation
+from service.scheduler.auto.recomputation import (
+    may_recompute,
+    may_recompute_selectively,
+    with_recomputation,
+    with_recompute_options,
+)
 from service.scheduler.job.cores import SharedCores, core_bound_step_s, processor_seconds, with_slower_actions
 from service.scheduler.job.cut import (
     PipelineSetup,
@@ -268,6 +273,7 @@ class _JointSearch:
         """The plan of a cut; where workers share cores, with the costs while all of them compute."""
         if not self._request.shared:
             plan = make_plan(cut.spec, budget_s=budget_s, expired=self._expired)
+            cut = replace(cut, spec=_as_planned(cut.spec, plan))
             return JobPlan(cut, plan, update, score_s=plan.makespan_s + longest_update_s(update))
         planned = self._plan_shared(cut, update, budget_s / 2)
         if planned.slowdown > 1.0 and cut.spec.split_backward is None and faster_whole_stages(cut.spec):
@@ -290,7 +296,8 @@ class _JointSearch:
             if short <= _SLOWDOWN_TOLERANCE:
                 break
             factor *= short  # transfers are not slowed, so that once is not always enough
-        return JobPlan(replace(cut, spec=spec), plan, update, score_s=score_s, slowdown=factor)
+        cut = replace(cut, spec=_as_planned(spec, plan))
+        return JobPlan(cut, plan, update, score_s=score_s, slowdown=factor)
 
     def _lower_bound_score(self, spec: PipelineSpec, update: tuple[MeshUpdate, ...]) -> float:
         return self._score(makespan_lower_bound_s(spec), processor_seconds(spec), update)
@@ -367,6 +374,11 @@ class _JointSearch:
         return self._expired is not None and self._expired()
 
 
+def _as_planned(spec: PipelineSpec, plan: Plan) -> PipelineSpec:
+    """The spec whose stages may recompute in the one way that the plan has chosen."""
+    return with_recompute_options(spec, (stage.name for stage in plan.stages if stage.selective))
+
+
 def longest_update_s(update: Sequence[MeshUpdate]) -> float:
     """Seconds of the longest REDUCE and STEP of a mesh, which come behind the makespan of a step."""
     return max((mesh.total_s for mesh in update), default=0.0)
@@ -397,5 +409,10 @@ def _constructive_estimate(spec: PipelineSpec) -> float:
         except SpecError:
             if not names:
                 raise
-            return named_timeline(with_recomputation(spec, names), spec.schedule).makespan
+            least_s = math.inf
+            for selective in {may_recompute_selectively(spec), frozenset[str]()}:
+                with contextlib.suppress(SpecError):
+                    decided = with_recomputation(spec, names, selective)
+                    least_s = min(least_s, named_timeline(decided, spec.schedule).makespan)
+            return least_s
     return constructive_makespan(spec)

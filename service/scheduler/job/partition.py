@@ -150,7 +150,7 @@ def _stage_specs(cut_problem: CutProblem, stage_starts: Sequence[int]) -> list[S
                 activation_bytes=activation,
                 weight_stash_bytes=min(stash, activation),
                 static_bytes=problem.profile.static_bytes(first, end, setup.optimizer.on(mesh)),
-                recompute=_recompute_spec(problem, index, (first, end), activation),
+                **_recompute_options(problem, index, (first, end), activation),
             )
         )
     return specs
@@ -264,18 +264,21 @@ def _check_recompute_names(recompute: Recompute, layers: Sequence[str], stages: 
             )
 
 
-def _recompute_spec(
+def _recompute_options(
     problem: CutProblem, stage: int, layers: tuple[int, int], activation_bytes: int
-) -> RecomputeSpec | None:
-    """The costs of stage number `stage`, of layers (first, end), where it recomputes; None where it keeps everything.
+) -> dict[str, RecomputeSpec]:
+    """The ways in which stage number `stage`, of layers (first, end), recomputes, as fields of its spec; none where it
+    keeps everything.
 
     `auto` leaves the choice to the schedule, except for stages with a region that the model itself checkpoints: these
     recompute, like stages that are named. A stage that recomputes keeps the tensors that it receives from other stages
-    (the model's own inputs are there all step long) and restores the buffers that it updates.
+    (the model's own inputs are there all step long) and restores the buffers that it updates. Selectively it keeps the
+    results of its products, too: another choice of `auto` where each of its layers runs so, the only one with
+    `selective`, which keeps everything where that saves nothing.
     """
     recompute, (first, end) = problem.setup.recompute, layers
     names = [layer.name for layer in problem.profile.layers[first:end]]
-    required = recompute == "all" or (
+    required = recompute in ("all", "selective") or (
         recompute != "none"
         and (
             not problem.profile.checkpointed.isdisjoint(names)
@@ -283,21 +286,40 @@ def _recompute_spec(
         )
     )
     if not required and recompute != "auto":
-        return None
+        return {}
     received = _received_tensors(problem, first, end)
     received_bytes = sum(tensor.size for tensor in received)
     saved = sum(tensor.size for tensor in received if _is_saved(tensor, first, end))
     profile = problem.profile
     updated = _updated_buffer_bytes(profile, first, end)
-    if not required and received_bytes + updated >= activation_bytes:
-        return None
-    return RecomputeSpec(
+    here = profile.layers[first:end]
+    whole = RecomputeSpec(
         activation_bytes=received_bytes + updated,
-        extra_s=sum(layer.forward_s for layer in profile.layers[first:end]),
+        extra_s=sum(layer.forward_s for layer in here),
         # the buffers as they are now and as the second run leaves them, beside what autograd keeps
         rematerialised_bytes=max(0, activation_bytes - saved) + 2 * updated,
         required=required,
     )
+    if not required and whole.activation_bytes >= activation_bytes:
+        return {}
+    extra_s = [layer.selective_s for layer in here if layer.selective_s is not None]
+    if (required and recompute != "selective") or len(extra_s) < len(here):
+        return {"recompute": whole}
+    products = sum(layer.selective_bytes for layer in here)
+    shared = products - sum(layer.selective_only_bytes for layer in here)
+    selective = whole.model_copy(
+        update={
+            "activation_bytes": whole.activation_bytes + products,
+            "extra_s": sum(extra_s),
+            "rematerialised_bytes": max(0, activation_bytes - saved - shared) + 2 * updated,
+            "selective": True,
+        }
+    )
+    saves = selective.activation_bytes < activation_bytes
+    if recompute == "selective":
+        return {"recompute": selective} if saves else {}
+    worth = saves and selective.extra_s < whole.extra_s
+    return {"recompute": whole, **({"recompute_selectively": selective} if worth else {})}
 
 
 def _name_matches(name: str, stage: int, layers: Sequence[str]) -> bool:

@@ -22,7 +22,7 @@ from service.scheduler.job.plan_job import (
     measured_profile,
 )
 from service.scheduler.problem.memory import peak_activation, peak_memory
-from service.scheduler.problem.spec import MeshSpec, PipelineSpec, SpecError, StageSpec
+from service.scheduler.problem.spec import MeshSpec, PipelineSpec, RecomputeSpec, SpecError, StageSpec
 from service.scheduler.programs.check_programs import check_programs
 from service.scheduler.programs.decode import PlanError
 from worker.contract.buckets import with_buckets
@@ -165,16 +165,19 @@ def _stages_with_measured_bytes(
     return [
         stage.model_copy(
             update={name: getattr(measured, name) for name in sizes}
-            | {
-                "recompute": stage.recompute
-                if stage.recompute is None or measured.recompute is None
-                else measured.recompute.model_copy(
-                    update={"extra_s": stage.recompute.extra_s, "required": stage.recompute.required}
-                )
-            }
+            | {"recompute": _with_measured_bytes(stage.recompute, measured)}
         )
         for stage, measured in zip(before.stages, now, strict=True)
     ]
+
+
+def _with_measured_bytes(option: RecomputeSpec | None, measured: StageSpec) -> RecomputeSpec | None:
+    """The way in which a stage may recompute, with the bytes that were measured now where the stage still has it."""
+    if option is None:
+        return None
+    now = [other for other in measured.recompute_options if other.selective is option.selective]
+    kept = {"extra_s": option.extra_s, "required": option.required}
+    return now[0].model_copy(update=kept) if now else option
 
 
 def _refusal_message(name: str, why: str) -> str:

@@ -51,13 +51,15 @@ class RecomputeSpec(_FrozenModel):
     """The bytes that a stage keeps when it drops its activations, and the seconds by which its B or I grows.
 
     `rematerialised_bytes` come back for B (or from I to W): the rest of its activations where null. With
-    `required` the stage recomputes under every schedule; else `auto` may choose it.
+    `required` the stage recomputes under every schedule; else `auto` may choose it. A `selective` one keeps the results
+    of its products (matrix products, convolutions, attention), and does not compute them again.
     """
 
     activation_bytes: Bytes
     extra_s: Seconds
     rematerialised_bytes: Bytes | None = None
     required: StrictBool = False
+    selective: StrictBool = False
 
 
 class StageSpec(_FrozenModel):
@@ -66,7 +68,7 @@ class StageSpec(_FrozenModel):
     `backward_s` is how long B lasts where that was measured; null means as long as I and W together.
     `static_bytes` (weights, gradients, optimizer state) are held always; `rematerialised_bytes` besides the
     activation from the start of B or I to its end (what then is still held of both is the weight stash);
-    `recompute` may be chosen by `auto`.
+    `recompute` may be chosen by `auto`, and `recompute_selectively` in its place.
     """
 
     name: Name
@@ -80,6 +82,12 @@ class StageSpec(_FrozenModel):
     rematerialised_bytes: Bytes = 0
     static_bytes: Bytes = 0
     recompute: RecomputeSpec | None = None
+    recompute_selectively: RecomputeSpec | None = None
+
+    @property
+    def recompute_options(self) -> list[RecomputeSpec]:
+        """The ways in which the stage may recompute."""
+        return [option for option in (self.recompute, self.recompute_selectively) if option is not None]
 
     @property
     def whole_backward_s(self) -> float:
@@ -273,11 +281,16 @@ def _check_names(spec: PipelineSpec) -> None:
                 f"stage {stage.name!r} has weight_stash_bytes {stage.weight_stash_bytes}, a part of its "
                 f"activation_bytes {stage.activation_bytes}: lower the stash to at most that"
             )
-        option = stage.recompute
-        if option is not None and not option.required and option.activation_bytes > stage.activation_bytes:
+        for option in stage.recompute_options:
+            if not option.required and option.activation_bytes > stage.activation_bytes:
+                raise SpecError(
+                    f"stage {stage.name!r} keeps {option.activation_bytes} bytes when it recomputes, more than "
+                    f"its activation_bytes {stage.activation_bytes}: lower recompute.activation_bytes, or leave it out"
+                )
+        if stage.recompute_selectively is not None and (stage.recompute is None or stage.recompute.required):
             raise SpecError(
-                f"stage {stage.name!r} keeps {stage.recompute.activation_bytes} bytes when it recomputes, more than "
-                f"its activation_bytes {stage.activation_bytes}: lower recompute.activation_bytes, or leave recompute out"
+                f"stage {stage.name!r} has recompute_selectively, which is a choice beside recompute: give recompute too, "
+                "not required, or name it recompute alone, with selective: true"
             )
     _check_links(spec, meshes)
     used = {stage.mesh for stage in spec.stages}
@@ -344,7 +357,11 @@ def _check_totals(spec: PipelineSpec) -> None:
         raise SpecError("the times of all actions add up to more than a number holds: give smaller seconds")
     held = sum(s.static_bytes for s in spec.stages) + spec.microbatches * (
         sum(
-            s.activation_bytes + s.weight_stash_bytes + max(s.rematerialised_bytes, rematerialised_bytes(s))
+            s.activation_bytes
+            + s.weight_stash_bytes
+            + max(
+                [s.rematerialised_bytes, *(rematerialised_bytes(s, option) for option in s.recompute_options)]
+            )
             for s in spec.stages
         )
         + sum((e.forward_bytes or 0) + (e.backward_bytes or 0) + 2 * (e.held_bytes or 0) for e in spec.edges)
@@ -493,7 +510,7 @@ def _least_activation_bytes(spec: PipelineSpec, stage: StageSpec) -> int:
     """Least bytes that a stage keeps of a microbatch from F on: it may recompute."""
     if spec.schedule == "inference" or stage.recompute is None:
         return stage.activation_bytes
-    kept = stage.recompute.activation_bytes
+    kept = min(option.activation_bytes for option in stage.recompute_options)
     return kept if stage.recompute.required else min(kept, stage.activation_bytes)
 
 
@@ -502,18 +519,16 @@ def _least_backward_bytes(spec: PipelineSpec, stage: StageSpec) -> int:
     if spec.schedule == "inference":
         return stage.activation_bytes
     whole = stage.activation_bytes + stage.rematerialised_bytes
-    option = stage.recompute
-    if option is None:
+    if stage.recompute is None:
         return whole
-    again = option.activation_bytes + rematerialised_bytes(stage)
-    return again if option.required else min(whole, again)
+    again = min(
+        option.activation_bytes + rematerialised_bytes(stage, option) for option in stage.recompute_options
+    )
+    return again if stage.recompute.required else min(whole, again)
 
 
-def rematerialised_bytes(stage: StageSpec) -> int:
-    """Bytes that are there again for the backward of a stage when it recomputes."""
-    option = stage.recompute
-    if option is None:
-        return stage.rematerialised_bytes
+def rematerialised_bytes(stage: StageSpec, option: RecomputeSpec) -> int:
+    """Bytes that are there again for the backward of a stage when it recomputes as `option` says."""
     if option.rematerialised_bytes is not None:
         return option.rematerialised_bytes
     return max(0, stage.activation_bytes - option.activation_bytes)

@@ -69,6 +69,7 @@ class StagePlan(BaseModel):
 
     name: str
     recomputed: bool
+    selective: bool = False  # it recomputes, and keeps the results of its products
 
 
 class PlanOrigin(BaseModel):
@@ -131,6 +132,7 @@ def build_plan(
     chosen: str,
     notes: Sequence[str],
     recomputed: Sequence[str] = (),
+    selective: Sequence[str] = (),
     made_with: PlanOrigin | None = None,
 ) -> Plan:
     """The plan of a timeline and its programs by mesh, which came from the schedule `chosen`."""
@@ -165,7 +167,10 @@ def build_plan(
         bubble_ratio=metrics.bubble_ratio,
         overlap_ratio=metrics.overlap_ratio,
         meshes=meshes,
-        stages=[StagePlan(name=s.name, recomputed=s.name in recomputed) for s in problem.spec.stages],
+        stages=[
+            StagePlan(name=s.name, recomputed=s.name in recomputed, selective=s.name in selective)
+            for s in problem.spec.stages
+        ],
         slots=make_slots(timeline),
         programs={name: [_instruction_json(ins) for ins in program] for name, program in programs.items()},
     )

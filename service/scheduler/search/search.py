@@ -70,6 +70,7 @@ class SearchResult:
     proven_optimal: bool
     truncated: bool
     recomputed: tuple[str, ...] = ()
+    selective: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     alternatives: tuple[tuple[str, Timeline], ...] = ()
     searched_problem: Problem | None = None

@@ -15,7 +15,11 @@ from functools import cached_property
 
 from service.scheduler.auto.auto import constructive_makespan
 from service.scheduler.auto.fixed_schedule import named_timeline
-from service.scheduler.auto.recomputation import may_recompute, with_recomputation
+from service.scheduler.auto.recomputation import (
+    may_recompute,
+    with_recomputation,
+    with_recompute_options,
+)
 from service.scheduler.job.cut import PipelineSetup, Recompute, balanced_cut, neighbour_cuts
 from service.scheduler.job.partition import partition
 from service.scheduler.planner import find_timeline
@@ -151,7 +155,7 @@ class CutSearch:
     def _unpriced(self, stage_starts: tuple[int, ...]) -> PipelineSpec:
         spec = self._spec
         numbers = {mesh.name: number for number, mesh in enumerate(spec.meshes)}
-        return partition(
+        cut = partition(
             self._profile,
             PipelineSetup(
                 spec.meshes,
@@ -169,6 +173,8 @@ class CutSearch:
             cut=self._named(stage_starts),
             placement=[numbers[stage.mesh] for stage in spec.stages],
         ).spec
+        running = (s.name for s in spec.stages if s.recompute is not None and s.recompute.selective)
+        return with_recompute_options(cut, running)
 
     @cached_property
     def _factors(self) -> tuple[dict[str, float], dict[tuple[str, str], float]]:

@@ -178,6 +178,14 @@ def test_a_plan_of_another_kind_or_with_more_memory_than_there_is_is_not_taken(c
     assert found is None if says is None else says in found
 
 
+def test_a_plan_that_keeps_other_results_while_it_recomputes_is_not_taken():
+    wholly = changed(lambda answer: answer["plan"]["stages"][1].update(recomputed=True))
+    selectively = changed(lambda answer: answer["plan"]["stages"][1].update(recomputed=True, selective=True))
+    assert "another selective recomputation: [1], and [] runs" in plan_obstacle(wholly, selectively)
+    assert plan_obstacle(selectively, selectively) is None
+    assert all({*program.selective} == {1} for program in selectively.programs().values())
+
+
 # The loop over real workers
 
 

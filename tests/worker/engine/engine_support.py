@@ -306,6 +306,7 @@ class LocalPipeline:
         workers=1,
         loss=None,
         recomputed=(),
+        selective=(),
         times=None,
         **options,
     ):
@@ -320,6 +321,7 @@ class LocalPipeline:
                     tuple(programs[mesh]),
                     microbatches,
                     recomputed=recomputed,
+                    selective=selective,
                     **({} if times is None else times[mesh]),
                 ),
                 mine,

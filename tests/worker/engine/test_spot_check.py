@@ -18,7 +18,8 @@ from tests.worker.workers import Workers, plan_of
 from worker.actor.assignment import run_options
 from worker.contract.job import Job
 from worker.engine import engine
-from worker.engine.forward import Piece, StageArguments, UpdatedBuffers
+from worker.engine.forward import Piece, StageArguments
+from worker.engine.recomputation.inputs import UpdatedBuffers
 from worker.engine.results import SlotLimits
 from worker.engine.spot_check import LATEST_STEPS, ForwardCheck, Spot, choose_spot
 

@@ -155,6 +155,7 @@ def other_programs():
         ("another cut or placement", moved, {}),
         ("keeps its microbatches", serial_programs(graph, meshes, 2), {"microbatches": 2}),
         ("keeps what recomputes", programs, {"recomputed": (0, 1)}),
+        ("keeps what recomputes", programs, {"selective": (0, 1)}),
         ("which nothing before it records", {m: tuple(reversed(p)) for m, p in programs.items()}, {}),
     ]
 

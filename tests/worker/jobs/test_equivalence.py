@@ -11,6 +11,7 @@ import itertools
 import random
 from dataclasses import dataclass, fields
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from service.spec.job import JobSpec
 from tests.worker.cached import traced_once  # noqa: F401 (used by every test)
 from tests.worker.plain_job import PlainJob
 from tests.worker.workers import Workers, mean_loss
+from worker.engine.recomputation.products import KeptProducts
 
 STEPS = range(1, 4)
 DRAWN = 5000
@@ -117,7 +119,7 @@ CHOICES: dict[str, list[str]] = {
     "layout": list(LAYOUTS),
     "precision": list(TOLERANCES),
     "schedule": ["auto", "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-v"],
-    "recompute": ["none", "all", "auto"],
+    "recompute": ["none", "all", "selective", "auto"],
     "shard": ["none", "optimizer"],
     "nodes": ["one node", "a node a mesh"],
     "reduction": ["mean", "tokens"],
@@ -214,7 +216,10 @@ def check(row: Row) -> None:
     nodes = {f"m{k}": f"node {k}" for k in range(spec["resources"]["meshes"])}
     close = TOLERANCES[row.precision]
     plain = PlainJob(spec)
-    with Workers(spec, nodes if row.nodes == "a node a mesh" else None) as run:
+    with (
+        Workers(spec, nodes if row.nodes == "a node a mesh" else None) as run,
+        patch.object(KeptProducts, "taking", autospec=True, side_effect=KeptProducts.taking) as taking,
+    ):
         told = [run.step(step) for step in STEPS[:2]]
         plain.train(STEPS[:2])
         if row.evaluation == "evaluated":
@@ -228,6 +233,7 @@ def check(row: Row) -> None:
             if worker.mesh in whole
             for name, parameter in of["parameters"].items()
         }
+    assert taking.called or row.recompute != "selective"
     assert [mean_loss(step) for step in told] == pytest.approx(plain.run.losses, rel=close)
     if row.precision == "fp16":
         assert [(s[0].loss_scale, s[0].skipped) for s in told] == plain.run.scales

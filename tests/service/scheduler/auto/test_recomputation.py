@@ -7,7 +7,12 @@ from itertools import product
 import pytest
 
 from service.scheduler.auto.auto import MakespanEstimator
-from service.scheduler.auto.recomputation import candidate_choices, cheapest_choice
+from service.scheduler.auto.recomputation import (
+    Recomputation,
+    candidate_choices,
+    candidate_recomputations,
+    cheapest_recomputation,
+)
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.problem import build_problem
 from service.scheduler.problem.spec import SpecError, load_spec
@@ -20,12 +25,12 @@ from tests.service.scheduler.specs import chain, measured
 from tests.tiers import some_by_day
 
 
-def decided(data, chosen):
+def decided(data, chosen, selective=()):
     """The problem in which these stages recompute, written out by hand."""
     stages = []
     for stage in data["stages"]:
-        option = stage["recompute"]
-        stage = {key: value for key, value in stage.items() if key != "recompute"}
+        option = stage["recompute_selectively" if stage["name"] in selective else "recompute"]
+        stage = {key: value for key, value in stage.items() if not key.startswith("recompute")}
         if stage["name"] in chosen:
             stage["rematerialised_bytes"] = stage["activation_bytes"] - option["activation_bytes"]
             stage["activation_bytes"] = option["activation_bytes"]
@@ -72,6 +77,85 @@ def test_the_choice_is_the_best_of_all_choices_on_small_problems(seed):
     chosen = tuple(stage.name for stage in plan.stages if stage.recomputed)
     assert every[chosen] == pytest.approx(plan.makespan_s, rel=1e-9)
     check_plan(decided(data, chosen), json.loads(plan.model_dump_json()))
+
+
+def chosen_stages(plan):
+    """The stages that recompute, and those of them that do it selectively."""
+    return (
+        tuple(stage.name for stage in plan.stages if stage.recomputed),
+        tuple(stage.name for stage in plan.stages if stage.selective),
+    )
+
+
+def with_selective(data, seed):
+    """`data` in which every stage may recompute selectively: it keeps more than wholly, and takes less."""
+    draw = random.Random(seed)
+    for stage in data["stages"]:
+        kept = draw.randint(1, max(1, stage["activation_bytes"] - 1))
+        stage["recompute_selectively"] = {
+            "activation_bytes": kept,
+            "extra_s": stage["recompute"]["extra_s"] * draw.choice([0.1, 0.25, 0.5]),
+            "selective": True,
+        }
+    return data
+
+
+@some_by_day("seed", range(12), by_day=3)
+def test_each_stage_recomputes_in_the_way_that_is_best_on_small_problems(seed):
+    data = with_selective(tight(2, 4, seed), seed)
+    names = [stage["name"] for stage in data["stages"]]
+    every = {}
+    for ways in product(("no", "wholly", "selectively"), repeat=2):
+        chosen = tuple(name for name, way in zip(names, ways, strict=True) if way != "no")
+        selective = tuple(name for name, way in zip(names, ways, strict=True) if way == "selectively")
+        every[chosen, selective] = makespan(decided(data, chosen, selective), 2.0)
+    plan = make_plan(load_spec(data), budget_s=5.0)
+    best = min(every.values())
+    assert plan.makespan_s == pytest.approx(best, rel=1e-9)
+    assert plan.lower_bound_s <= best * (1 + 1e-9)
+    chosen, selective = chosen_stages(plan)
+    assert every[chosen, selective] == pytest.approx(plan.makespan_s, rel=1e-9)
+    check_plan(decided(data, chosen, selective), json.loads(plan.model_dump_json()))
+    assert min(value for (_, some), value in every.items() if not some) >= best  # without the choice
+
+
+def test_a_selective_stage_is_taken_where_it_fits_and_a_whole_one_where_it_must_be():
+    data = tight(3, 6, 3)
+    for mesh, stage in zip(data["meshes"], data["stages"], strict=True):
+        stage |= {"forward_s": 1.0, "activation_bytes": 10, "weight_stash_bytes": 0}
+        stage["recompute"] = {"activation_bytes": 1, "extra_s": 1.0}
+        stage["recompute_selectively"] = {"activation_bytes": 5, "extra_s": 0.1, "selective": True}
+        mesh |= {"memory_bytes": None, "activation_limit_bytes": 60}
+    data["meshes"][0]["activation_limit_bytes"] = 20 + 5  # three of five bytes in flight, and one whole
+    data["meshes"][1]["activation_limit_bytes"] = 12  # none but wholly
+    data["schedule"] = "1f1b"
+    plan = make_plan(load_spec(data))
+    assert chosen_stages(plan) == (("s0", "s1"), ("s0",))
+    check_plan(decided(data, ("s0", "s1"), ("s0",)), json.loads(plan.model_dump_json()))
+
+
+@pytest.mark.parametrize("count", [3, 12])
+def test_single_stages_change_their_way_where_that_is_estimated_better(count):
+    names = [f"s{i}" for i in range(count)]
+    wholly, selectively = frozenset(names[:1]), frozenset(names[1:3])
+
+    def estimate(choice):
+        whole = choice.stages - choice.selective
+        return 100.0 + len(whole ^ wholly) + 1.5 * len(choice.selective ^ selectively)
+
+    found = candidate_recomputations(names, frozenset(names[:-1] if count > 3 else names), estimate)
+    assert found[0] == Recomputation(wholly | selectively, selectively)
+    assert [estimate(choice) for choice in found] == sorted(map(estimate, found))
+    assert len({*found}) == len(found)
+
+
+def test_a_choice_between_two_ways_needs_both():
+    data = with_selective(tight(2, 4, 1), 1)
+    del data["stages"][0]["recompute"]
+    with pytest.raises(
+        SpecError, match=r"'s0' has recompute_selectively, .* beside recompute: give recompute too"
+    ):
+        load_spec(data)
 
 
 @pytest.mark.slow
@@ -210,12 +294,13 @@ def test_of_a_large_problem_with_a_named_schedule_only_so_many_choices_are_tried
 
     def makespan(choice):
         tried.append(choice)
-        if not choice:
+        if not choice.stages:
             raise SpecError("too much memory")
-        return 9.0 - len(choice)
+        return 9.0 - len(choice.stages)
 
-    assert cheapest_choice(names, makespan, tasks=100_000) == frozenset(names)
+    everything = Recomputation(frozenset(names))
+    assert cheapest_recomputation(names, frozenset(), makespan, tasks=100_000) == everything
     assert len(tried) <= 4
     tried.clear()
-    assert cheapest_choice(names, makespan, tasks=100) == frozenset(names)
+    assert cheapest_recomputation(names, frozenset(), makespan, tasks=100) == everything
     assert len(tried) > 4

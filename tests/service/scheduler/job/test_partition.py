@@ -502,6 +502,80 @@ def test_a_stage_that_would_keep_no_less_is_no_choice():
     assert [option is not None for option in options("auto", profile)] == [True, False]
 
 
+def selective_profile():
+    """The four layers, whose products are measured: l3 keeps nothing of its own."""
+    profile = recomputed_profile()
+    products = [(0.25, 40, 10), (0.5, 100, 0), (0.125, 50, 20), (0.0625, 0, 0)]
+    layers = (
+        replace(layer, selective_s=seconds, selective_bytes=size, selective_only_bytes=only)
+        for layer, (seconds, size, only) in zip(profile.layers, products, strict=True)
+    )
+    return replace(profile, layers=tuple(layers))
+
+
+def test_a_selective_stage_keeps_its_products_besides_and_brings_back_the_rest():
+    first, second = options("selective", selective_profile())
+    assert first.required and first.selective
+    assert (first.activation_bytes, first.extra_s) == (140, 0.75)
+    assert first.rematerialised_bytes == 300 - 130  # autograd keeps 130 of these products anyway
+    assert (second.activation_bytes, second.extra_s) == (34 + 50, 0.1875)
+    assert second.rematerialised_bytes == 690 - 30 + 8
+
+
+def test_auto_may_choose_either_way_and_all_and_names_say_the_whole_one():
+    stages = partition(
+        selective_profile(), PipelineSetup(meshes(2), recompute="auto"), stages=2, microbatches=2
+    ).spec.stages
+    assert [(s.recompute.selective, s.recompute_selectively.selective) for s in stages] == [(False, True)] * 2
+    for recompute in ("all", ["s0", "s1"]):
+        assert not any(option.selective for option in options(recompute, selective_profile()))
+
+
+def test_a_stage_with_a_layer_that_does_not_run_so_recomputes_wholly_and_one_that_would_keep_no_less_not_at_all():
+    profile = selective_profile()
+    layers = list(profile.layers)
+    layers[1] = replace(layers[1], selective_s=None)
+    layers[2] = replace(layers[2], selective_bytes=700)
+    first, second = options("selective", replace(profile, layers=tuple(layers)))
+    assert first.required and not first.selective and first.extra_s == 2.0
+    assert second is None
+    layers[2] = replace(layers[2], selective_bytes=50, selective_s=2.5)
+    stages = partition(
+        replace(profile, layers=tuple(layers)),
+        PipelineSetup(meshes(2), recompute="auto"),
+        stages=2,
+        cut=["l0", "l2"],
+        microbatches=2,
+    ).spec.stages
+    assert [stage.recompute_selectively for stage in stages] == [None, None]  # slower than the whole forward
+
+
+def test_the_spec_of_a_plan_has_the_way_that_was_chosen():
+    profile = replace(
+        selective_profile(),
+        layers=tuple(replace(layer, selective_s=0.01) for layer in selective_profile().layers),
+    )
+    for limit, selective in ((1500, True), (500, False)):
+        planned = plan_jointly(
+            JointSearchRequest(
+                {8: profile},
+                PipelineSetup(
+                    [MeshSpec(name="m0", memory_bytes=limit), MeshSpec(name="m1")],
+                    fast(),
+                    schedule="gpipe",
+                    recompute="auto",
+                ),
+                stages=[2],
+                cut=["l0", "l2"],
+            ),
+            budget_s=0.5,
+        )
+        stages = planned.partition.spec.stages
+        assert [stage.recompute_selectively for stage in stages] == [None, None]
+        first = planned.plan.stages[0]
+        assert first.recomputed and first.selective is stages[0].recompute.selective is selective
+
+
 def test_a_job_recomputes_what_its_memory_asks_for_and_nothing_without_a_limit():
     profile = recomputed_profile()
 

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -17,6 +17,7 @@ from service.scheduler.job.plan_job import (
     plan_job,
     replan_job,
 )
+from service.scheduler.job.saved_plan import PlanKey, saved_plan_answer
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import NetworkSpec, PipelineSpec, SpecError
 from service.scheduler.why.measured import scale_meshes
@@ -282,3 +283,51 @@ def test_a_running_job_is_planned_again_for_costs_that_changed_with_its_buckets_
         assert before == after > 0
     same = PipelineSpec.model_validate(answer["spec"])
     assert replan_job(trains, costs, answer, same, budget_s=0.0) is None
+
+
+def selective_costs(products: int, memory_bytes: int) -> dict:
+    """What a driver sends: layers whose products take `products` bytes, and meshes of so much memory."""
+    layers = tuple(
+        replace(
+            layer,
+            activation_bytes=1000,
+            weight_stash_bytes=0,
+            selective_s=layer.forward_s / 10,
+            selective_bytes=products,
+        )
+        for layer in measured(4, 3).layers
+    )
+    profile = replace(measured(4, 3), layers=layers)
+    return {
+        "profiles": [{"microbatches": 6, "profile": profile.to_json()}],
+        "network": NETWORK,
+        "update": UPDATE.to_json(),
+        "memory": [{"mesh": f"m{i}", "memory_bytes": memory_bytes} for i in range(2)],
+    }
+
+
+def test_a_saved_plan_keeps_the_way_in_which_its_stages_recompute_and_takes_the_bytes_of_now():
+    spec = job(stages=2, cut=["l0", "l2"], schedule="gpipe")
+    data = json.loads(json.dumps(asdict(spec)))
+    memory = next(
+        size
+        for size in range(2000, 40_000, 500)
+        for found in [planned_within(spec, selective_costs(300, size))]
+        if found is not None and found.plan.stages[0].selective
+    )
+    before = planned_within(spec, selective_costs(300, memory))
+    key = PlanKey.of(data, selective_costs(300, memory), 6)
+    body = json.dumps(job_plan_json(before))
+    answer = saved_plan_answer("mine", body, key, spec, selective_costs(310, memory + 1000))
+    was, now = before.partition.spec.stages[0].recompute, answer["spec"]["stages"][0]["recompute"]
+    assert was.selective and now["selective"] and now["extra_s"] == was.extra_s
+    assert now["activation_bytes"] == was.activation_bytes + 2 * 10
+    with pytest.raises(SpecError, match="the plan 'mine' cannot be used: it no longer fits"):
+        saved_plan_answer("mine", body, key, spec, selective_costs(900, memory))
+
+
+def planned_within(spec: Job, costs: dict):
+    try:
+        return plan_job(spec, JobCosts.from_json(costs, spec), budget_s=0.0)
+    except SpecError:
+        return None

@@ -35,10 +35,17 @@ from worker.model.export import trace
 GRAPHS = {"chain": lambda: chain(4, 0.3), "skips": skips, "branches": two_branches, "tied": tied_chain}
 
 
-def run(graph, meshes, programs, batches, recomputed=(), steps=2, **options):
+def run(graph, meshes, programs, batches, recomputed=(), steps=2, *, selective=(), **options):
     """Losses of each step, and what parameters, their gradients and buffers are in the end."""
     with LocalPipeline(
-        graph, meshes, programs, len(batches[0]), recomputed=recomputed, seed=3, **options
+        graph,
+        meshes,
+        programs,
+        len(batches[0]),
+        recomputed=recomputed,
+        selective=selective,
+        seed=3,
+        **options,
     ) as pipeline:
         losses = []
         for step in range(steps):
@@ -82,7 +89,9 @@ def test_on_random_graphs_placements_and_choices(seed):
     split = rng.random() < 0.5
     _, programs = planned(graph, meshes, 4, "auto", split_backward=split)
     recomputed = {s for s in range(count) if rng.random() < 0.6}
-    check_same(run(graph, meshes, programs, batch(4), recomputed), run(graph, meshes, programs, batch(4)))
+    selective = {s for s in recomputed if rng.random() < 0.5}
+    again = run(graph, meshes, programs, batch(4), recomputed, selective=selective)
+    check_same(again, run(graph, meshes, programs, batch(4)))
 
 
 @some_by_day("schedule", ["zb-h1", "1f1b"], by_day=1)
@@ -98,6 +107,8 @@ def test_traced_models_with_dropout_ties_and_skips(job, schedule):
     whole = run(graph, meshes, programs, batches, loss=job.loss)
     for recomputed in choices(4):
         check_same(run(graph, meshes, programs, batches, recomputed, loss=job.loss), whole)
+    again = run(graph, meshes, programs, batches, {0, 1, 2, 3}, selective={0, 1, 3}, loss=job.loss)
+    check_same(again, whole)
 
 
 def test_under_autocast():
@@ -112,7 +123,9 @@ def test_under_autocast():
     _, programs = planned(graph, meshes, MICROBATCHES, "1f1b")
     batches = job.inputs, job.targets
     whole = run(graph, meshes, programs, batches, loss=job.loss, precision="bf16")
-    check_same(run(graph, meshes, programs, batches, {0, 1, 2, 3}, loss=job.loss, precision="bf16"), whole)
+    for selective in ((), {0, 1, 2, 3}):
+        options = {"loss": job.loss, "precision": "bf16", "selective": selective}
+        check_same(run(graph, meshes, programs, batches, {0, 1, 2, 3}, **options), whole)
 
 
 class CountingCasts(TorchDispatchMode):

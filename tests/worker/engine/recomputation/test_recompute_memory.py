@@ -1,5 +1,6 @@
 """Bytes that autograd and recomputed stages really keep, mesh by mesh, beside those that the plan says."""
 
+import contextlib
 import functools
 import threading
 
@@ -17,7 +18,8 @@ from tests.worker.engine.test_models import MICROBATCHES, gpt_job, unet_job
 from worker.benchmark.layer_costs import measure_layers
 from worker.contract.program import program_from_json
 from worker.engine import stage as engine_stage
-from worker.engine.forward import RecomputeInputs
+from worker.engine.recomputation.inputs import RecomputeInputs
+from worker.engine.recomputation.products import KeptProducts
 
 MESHES = [f"m{i}" for i in range(4)]
 
@@ -63,10 +65,11 @@ def open_box(box):
 
 
 class Watched(nn.Module):
-    """A stage whose saved tensors are booked."""
+    """A stage whose saved tensors are booked, while `books()`."""
 
-    def __init__(self, stage, ledger):
+    def __init__(self, stage, ledger, books):
         super().__init__()
+        self.books = books
         self.stage, self.inputs, self.outputs = stage, stage.inputs, stage.outputs
         self.original_names = {f"stage.{name}": of for name, of in stage.original_names.items()}
         self.updated_buffers = tuple(f"stage.{name}" for name in stage.updated_buffers)
@@ -79,6 +82,8 @@ class Watched(nn.Module):
         return self
 
     def forward(self, *inputs):
+        if not self.books():
+            return self.stage(*inputs)
         with torch.autograd.graph.saved_tensors_hooks(self.ledger.take, open_box):
             return self.stage(*inputs)
 
@@ -109,11 +114,20 @@ def planned_and_measured(name, schedule, recompute, mesh_of_stage, monkeypatch):
     recomputed = {i for i, stage in enumerate(plan.stages) if stage.recomputed}
     graph = job.traced.cut(found.stage_starts)
     ledgers = {mesh: Ledger() for mesh in meshes}
-    graph.stages = [Watched(s, ledgers[mesh_of_stage[i]]) for i, s in enumerate(graph.stages)]
+    graph.stages = [
+        Watched(s, ledgers[mesh_of_stage[i]], lambda: getattr(running, "books", True))
+        for i, s in enumerate(graph.stages)
+    ]
     keep, take_arguments = engine_stage.save_recompute_inputs, RecomputeInputs.take_arguments
+    keep_none = engine_stage.keeping_no_tensors
+    running = threading.local()  # every mesh computes on a thread of its own
 
-    def kept(arguments, buffers):
-        found, ledger = keep(arguments, buffers), running.ledger
+    def kept(arguments, buffers, *, selective):
+        found, ledger = keep(arguments, buffers, selective=selective), running.ledger
+        if selective:
+            # booked from when they are made until the run that takes them has ended
+            boxes = []
+            found.products = KeptProducts(lambda made: boxes.append(ledger.take(made)))
         found.boxes = [ledger.take(value) for value in received(arguments)]
         found.buffers_boxes = [ledger.take(value) for value in found.buffers.values()]
         return found
@@ -126,18 +140,25 @@ def planned_and_measured(name, schedule, recompute, mesh_of_stage, monkeypatch):
         batch = {t.untyped_storage().data_ptr() for inputs in job.inputs for t in inputs}
         return [v for v in arguments.values if v.untyped_storage().data_ptr() not in batch]
 
+    @contextlib.contextmanager
+    def keeping_no_tensors():
+        running.books = False
+        with keep_none():
+            yield
+        running.books = True
+
     def loss(output, target):
         with torch.autograd.graph.saved_tensors_hooks(ledgers[mesh_of_stage[-1]].take, open_box):
             return job.loss(output, target)
 
     runner_forward = engine_stage.StageRunner.forward
-    running = threading.local()  # every mesh computes on a thread of its own
 
     def forward(self, microbatch):
         running.ledger = self._module.ledger
         runner_forward(self, microbatch)
 
     monkeypatch.setattr(engine_stage, "save_recompute_inputs", kept)
+    monkeypatch.setattr(engine_stage, "keeping_no_tensors", keeping_no_tensors)
     monkeypatch.setattr(RecomputeInputs, "take_arguments", taken)
     monkeypatch.setattr(engine_stage.StageRunner, "forward", forward)
     runner_input, runner_weight = (
@@ -158,7 +179,13 @@ def planned_and_measured(name, schedule, recompute, mesh_of_stage, monkeypatch):
     monkeypatch.setattr(engine_stage.StageRunner, "backward_input", backward_input)
     monkeypatch.setattr(engine_stage.StageRunner, "backward_weight", backward_weight)
     with LocalPipeline(
-        graph, mesh_of_stage, programs, MICROBATCHES, loss=loss, recomputed=recomputed
+        graph,
+        mesh_of_stage,
+        programs,
+        MICROBATCHES,
+        loss=loss,
+        recomputed=recomputed,
+        selective={i for i, stage in enumerate(plan.stages) if stage.selective},
     ) as pipeline:
         pipeline.step(0, [(job.inputs, job.targets)])
     monkeypatch.undo()
@@ -171,7 +198,7 @@ def planned_and_measured(name, schedule, recompute, mesh_of_stage, monkeypatch):
 def test_what_is_planned_is_what_is_kept_with_and_without_recomputing(name, schedule, monkeypatch):
     found = {
         recompute: planned_and_measured(name, schedule, recompute, MESHES, monkeypatch)
-        for recompute in ("none", "all")
+        for recompute in ("none", "selective", "all")
     }
     for planned, seen in found.values():
         for mesh in MESHES:

@@ -1,0 +1,1 @@
+"""What recomputed stages keep and how: their inputs, and selectively the results of their products."""
