@@ -194,6 +194,8 @@ class AttemptRow(Base):
     end_asked_at: Mapped[datetime | None]
     """Time of the request to the driver to save a checkpoint and end, for the reason `end_asked_for`."""
     end_asked_for: Mapped[str | None] = mapped_column(String(100))
+    failed_step: Mapped[int | None]
+    """The last step that its job had reported when it failed."""
     cluster: Mapped[str] = mapped_column(String(100), default=DEFAULT_CLUSTER, server_default=DEFAULT_CLUSTER)
     """Name of the Ray cluster that it began on, whatever the settings say now."""
 

@@ -145,7 +145,7 @@ def fake_values(
 
 
 class BufferSnapshot:
-    """The buffers of a model as they are now: `before`, by name."""
+    """The buffers of a model as they are now: `before`, by name. Those that are None are so again when restored."""
 
     def __init__(self, model: nn.Module):
         self._places = [
@@ -154,6 +154,7 @@ class BufferSnapshot:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+        self._empty = _EmptyBuffers(model)
         self.before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
 
     def restore(self) -> None:
@@ -161,6 +162,24 @@ class BufferSnapshot:
             for module, name, buffer, before in self._places:
                 module._buffers[name] = buffer
                 buffer.copy_(before)
+        self._empty.restore()
+
+
+class _EmptyBuffers:
+    """The buffers of a model that are None, which forward may fill (a bias that it keeps for later calls)."""
+
+    def __init__(self, model: nn.Module):
+        self._places = [
+            (module, name)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is None
+        ]
+
+    def restore(self) -> None:
+        for module, name in self._places:
+            if name in module._buffers:
+                module._buffers[name] = None
 
 
 _DATA_DEPENDENT_ERRORS = (
@@ -914,7 +933,7 @@ def _moved_while_exported(model: nn.Module, before: PythonState) -> Iterator[lis
 @contextlib.contextmanager
 def _python_state_kept(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[PythonState]:
     """In the body forward may keep fake tensors on the model; afterwards none is left there, if it has still `modules`."""
-    state = PythonState(model)
+    state, empty = PythonState(model), _EmptyBuffers(model)
     registered = {
         id(module): {*module._parameters, *module._buffers}
         for module in modules
@@ -926,6 +945,7 @@ def _python_state_kept(model: nn.Module, modules: Sequence[nn.Module]) -> Iterat
     finally:
         if list(model.modules()) == list(modules):
             state.restore()
+            empty.restore()
             made = _drop_made_tensors(model, registered)
     if made:
         raise TraceError(

@@ -17,7 +17,7 @@ from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.orchestrator.decisions.attempt_lifecycle import FailJob, after_failure
+from service.orchestrator.decisions.attempt_lifecycle import FailedAttempt, FailJob, after_failure
 from service.spec.job import stored_retry
 from service.spec.states import AttemptState, JobState
 from service.store.attempts import attempts_of, lock_attempt
@@ -231,6 +231,7 @@ async def end_attempt(
     move_attempt(attempt, state, at=at, reason=reason, message=message)
     add_attempt_span(session, job, attempt, at=at)
     if state is AttemptState.FAILED:
+        attempt.failed_step = job.step
         await store_post_mortem(session, attempt, at=at)
     move = partial(move_job, session, job, at=at, attempt=number)
     if state is AttemptState.SUCCEEDED:
@@ -243,10 +244,9 @@ async def end_attempt(
         move(JobState.FAILED, reason=Reason.MAX_DURATION, message=max_duration_message(job, message))
         return
     decision = after_failure(
-        reason or Reason.INTERNAL,
-        message or "",
+        FailedAttempt(reason or Reason.INTERNAL, message or "", attempt.failed_step),
         allowed=stored_retry(job.spec),
-        failures_before=await _counted_failures(session, job, number),
+        before=await _counted_failures(session, job, number),
         backoff_s=backoff.base_s,
         backoff_limit_s=backoff.limit_s,
     )
@@ -288,18 +288,21 @@ def max_duration_message(job: JobRow, message: str | None) -> str:
     return f"{message}; {limit}" if message else limit
 
 
-async def _counted_failures(session: AsyncSession, job: JobRow, number: int) -> list[str]:
-    """Reasons of the failed attempts before `number` since the user's last retry; failures of the infrastructure count
-    only since the checkpoint that the job goes on from."""
+async def _counted_failures(session: AsyncSession, job: JobRow, number: int) -> list[FailedAttempt]:
+    """The failed attempts before `number` since the user's last retry; failures of the infrastructure count only since the
+    checkpoint that the job goes on from."""
     failures = [
-        (attempt.number, attempt.reason or Reason.INTERNAL)
+        (
+            attempt.number,
+            FailedAttempt(attempt.reason or Reason.INTERNAL, attempt.message or "", attempt.failed_step),
+        )
         for attempt in await attempts_of(session, job.id)
         if job.attempts_forgiven < attempt.number < number and attempt.state == AttemptState.FAILED
     ]
     return [
-        reason
-        for failed_number, reason in failures
-        if failed_number > job.infrastructure_forgiven or cause_of(reason) is not Cause.INFRASTRUCTURE
+        failure
+        for failed_number, failure in failures
+        if failed_number > job.infrastructure_forgiven or cause_of(failure.reason) is not Cause.INFRASTRUCTURE
     ]
 
 

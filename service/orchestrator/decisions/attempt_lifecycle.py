@@ -8,6 +8,7 @@ Silence counts from `watching_since`: a control plane that was away must not tak
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -368,24 +369,47 @@ class FailJob:
     message: str
 
 
+@dataclass(frozen=True)
+class FailedAttempt:
+    """An attempt's failure, and the last step that was reported before it; None before the first."""
+
+    reason: str
+    message: str = ""
+    step: int | None = None
+
+    def is_the_same(self, other: FailedAttempt) -> bool:
+        """True where both say the same of the same step, but for numbers and addresses."""
+        return self.step == other.step and self._kind == other._kind
+
+    @property
+    def _kind(self) -> tuple[str, str]:
+        return self.reason, _NUMBERS.sub("#", self.message)
+
+
+_NUMBERS = re.compile(r"0x[0-9a-f]+|[0-9]+")
+_WITHIN_THE_ATTEMPT = (Reason.INTERNAL, Reason.CHECKPOINT_FAILED)
+"""Failures of the infrastructure that come of what an attempt does, not of what happens to it."""
+
+
 def after_failure(
-    reason: str,
-    message: str,
+    failure: FailedAttempt,
     *,
     allowed: RetrySection,
-    failures_before: Sequence[str],
+    before: Sequence[FailedAttempt],
     backoff_s: float,
     backoff_limit_s: float,
 ) -> TryAgain | FailJob:
-    """The retry, or the end, of a job whose attempt failed with `reason`.
+    """The retry, or the end, of a job whose attempt failed.
 
-    `failures_before` are the reasons of the earlier failed attempts that still count. Each cause has its own allowance
-    (-1: no limit); the pause doubles with every failure of the same cause, up to `backoff_limit_s`. An illegal address is
-    the accelerator's once, and then the job's own.
+    `before` are the earlier failed attempts that still count, in their order. Each cause has its own allowance (-1: no
+    limit); the pause doubles with every failure of the same cause, up to `backoff_limit_s`. An illegal address is the
+    accelerator's once, and then the job's own. What failed within the attempt, in the same words at the same step as the
+    last one, would fail again, and is not tried again unless there is no limit.
     """
-    repeated = reason == Reason.ILLEGAL_ADDRESS and reason in failures_before
+    reason, message = failure.reason, failure.message
+    repeated = reason == Reason.ILLEGAL_ADDRESS and any(other.reason == reason for other in before)
     cause = Cause.USER if repeated else cause_of(reason)
-    earlier = sum(cause_of(before) is cause for before in failures_before)
+    earlier = sum(cause_of(other.reason) is cause for other in before)
     limit = {
         Cause.INFRASTRUCTURE: allowed.infrastructure,
         Cause.USER: allowed.user,
@@ -394,6 +418,12 @@ def after_failure(
     if limit != -1 and earlier >= limit:
         tries = f" (retry.{cause} is {limit})" if limit or cause is not Cause.USER else ""
         return FailJob(f"{message}{tries}")
+    if limit != -1 and reason in _WITHIN_THE_ATTEMPT and before and failure.is_the_same(before[-1]):
+        where = "before the first step" if failure.step is None else f"behind step {failure.step}"
+        return FailJob(
+            f"{message} (the attempt before failed in the same way {where}, and another would: `slotline retry` goes on "
+            "when the cause is gone)"
+        )
     pause_s = min(backoff_limit_s, backoff_s * 2 ** min(earlier, 30))
     of = "" if limit == -1 else f" of {limit}"
     return TryAgain(pause_s, f"{message}; {cause} retry {earlier + 1}{of} in {pause_s:g} s")

@@ -230,6 +230,32 @@ class Alignment(nn.Module):
         return torch.sparse.mm(self.heads, x.T).T if self.used else x
 
 
+class KeepsBias(nn.Module):
+    """Fills an empty buffer in its first forward, and takes it from there in later ones, as ALiBi of x-transformers does."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("bias", None, persistent=False)
+
+    def forward(self, x):
+        if self.bias is None:
+            self.register_buffer("bias", -torch.arange(4.0), persistent=False)
+        return self.last(self.first(x) + self.bias)
+
+
+def test_an_empty_buffer_that_forward_fills_is_empty_again_behind_the_trace():
+    model, x = KeepsBias(), torch.randn(2, 4)
+    wanted = model(x).detach()
+    model.bias = None
+    traced = trace(model, (x,))
+    assert model.bias is None
+    (stage,) = traced.cut([]).stages
+    assert torch.equal(stage(x)[0], wanted)
+    assert check_trace(model, traced, lambda: nn.functional.mse_loss, torch.randn(2, 4)) == []
+    assert torch.equal(model(x), wanted) and type(model.bias) is torch.Tensor
+
+
 def test_a_sparse_buffer_that_forward_leaves_alone_is_no_part_of_a_stage():
     model, x = Alignment(used=False), torch.randn(3, 4)
     traced = trace(model, (x,))

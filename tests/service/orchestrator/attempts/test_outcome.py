@@ -198,6 +198,24 @@ async def test_failures_of_a_cause_are_counted_to_the_one_that_ends_the_job(one:
     assert job.finished_at == AT
 
 
+async def test_the_same_failure_at_the_same_step_ends_the_job(one: Store):
+    first = await one.attempt()
+    await one.report(first, 1, state=AttemptState.RUNNING, steps=[step(4), step(5)])
+    assert await one.fail(first, Reason.CHECKPOINT_FAILED) == JobState.RECOVERING
+    assert (await one.of(first)).failed_step == 5
+    second = await one.attempt()
+    await one.report(second, 1, state=AttemptState.RUNNING, steps=[step(5)])
+    assert await one.fail(second, Reason.CHECKPOINT_FAILED) == JobState.FAILED
+    assert "in the same way behind step 5" in (await one.job()).message
+
+
+async def test_the_same_failure_at_another_step_is_another(one: Store):
+    for last in (5, 6):
+        attempt = await one.attempt()
+        await one.report(attempt, 1, state=AttemptState.RUNNING, steps=[step(last)])
+        assert await one.fail(attempt, Reason.CHECKPOINT_FAILED) == JobState.RECOVERING
+
+
 async def test_an_attempt_that_did_not_fail_counts_against_nobody(one: Store):
     """Each cause for itself; and what a person forgave by a retry is forgotten."""
     assert await one.fail(await one.attempt(), Reason.NAN_LOSS) == "RECOVERING"

@@ -13,6 +13,7 @@ from service.orchestrator.decisions.attempt_lifecycle import (
     Capacity,
     DoNothing,
     EndAttempt,
+    FailedAttempt,
     FailJob,
     Holder,
     RayJob,
@@ -370,8 +371,13 @@ def test_a_driver_that_never_started_ends_with_what_ray_says_of_it():
 
 
 def after(reason: str, before=(), **retry):
+    failures = [FailedAttempt(earlier, f"why it was number {n}") for n, earlier in enumerate(before)]
     return after_failure(
-        reason, "why", allowed=RetrySection(**retry), failures_before=before, backoff_s=2, backoff_limit_s=10
+        FailedAttempt(reason, "why"),
+        allowed=RetrySection(**retry),
+        before=failures,
+        backoff_s=2,
+        backoff_limit_s=10,
     )
 
 
@@ -387,6 +393,42 @@ def test_an_illegal_address_is_the_accelerators_once_and_then_the_jobs_own():
     assert isinstance(after("ILLEGAL_ADDRESS", ["WORKER_LOST"]), TryAgain)
     assert isinstance(after("ILLEGAL_ADDRESS", ["ILLEGAL_ADDRESS"]), FailJob)
     assert isinstance(after("ILLEGAL_ADDRESS", ["ILLEGAL_ADDRESS"], user=1), TryAgain)
+
+
+def after_failures(*failures: FailedAttempt, **retry):
+    return after_failure(
+        failures[-1], allowed=RetrySection(**retry), before=failures[:-1], backoff_s=2, backoff_limit_s=10
+    )
+
+
+def test_what_failed_within_an_attempt_in_the_same_words_at_the_same_step_is_not_tried_again():
+    disk = FailedAttempt("CHECKPOINT_FAILED", "m1/0 cannot write 4096 bytes at 0x7f3a: no space is left", 20)
+    again = replace(disk, message="m0/1 cannot write 512 bytes at 0xbeef: no space is left")
+    assert isinstance(after_failures(disk), TryAgain)
+    answer = after_failures(disk, again)
+    assert isinstance(answer, FailJob)
+    assert answer.message.startswith(
+        f"{again.message} (the attempt before failed in the same way behind step 20"
+    )
+    assert "`slotline retry`" in answer.message
+    early = FailedAttempt("INTERNAL", "KeyError: 'x'")
+    assert "in the same way before the first step" in after_failures(early, early).message
+    assert isinstance(after_failures(disk, again, infrastructure=-1), TryAgain)
+    for other in (
+        replace(disk, step=30),
+        replace(disk, message="the store does not answer"),
+        replace(disk, reason="INTERNAL"),
+    ):
+        assert isinstance(after_failures(disk, other), TryAgain), other
+        assert isinstance(after_failures(disk, other, again), TryAgain), other
+
+
+@pytest.mark.parametrize(
+    "reason", ["WORKER_LOST", "NODE_LOST", "SLOT_STALLED", "OUT_OF_MEMORY", "DRIVER_LOST"]
+)
+def test_what_happens_to_an_attempt_is_tried_as_often_as_the_job_allows(reason):
+    lost = FailedAttempt(reason, "worker 0 of mesh m1 is gone", 7)
+    assert isinstance(after_failures(lost, lost, lost), TryAgain)
 
 
 @pytest.mark.parametrize("limit", [0, 1, 3])
