@@ -238,6 +238,7 @@ def candidate_recomputations(
     Those of `candidate_choices` in which every stage recomputes wholly, and those in which all that can do so
     recompute selectively; and the better of both with single stages changed, until none is better.
     """
+    selectable = selectable.intersection(names)
     seen: dict[Recomputation, float] = {}
 
     def estimated(choice: Recomputation) -> float:
@@ -246,7 +247,7 @@ def candidate_recomputations(
         return seen[choice]
 
     found = []
-    for selective in (frozenset[str](), selectable) if selectable.intersection(names) else (frozenset(),):
+    for selective in (frozenset[str](), selectable) if selectable else (frozenset(),):
         stages = candidate_choices(
             names,
             lambda some, selective=selective: estimated(Recomputation(some, some & selective)),

@@ -409,10 +409,8 @@ def _constructive_estimate(spec: PipelineSpec) -> float:
         except SpecError:
             if not names:
                 raise
-            least_s = math.inf
-            for selective in {may_recompute_selectively(spec), frozenset[str]()}:
-                with contextlib.suppress(SpecError):
-                    decided = with_recomputation(spec, names, selective)
-                    least_s = min(least_s, named_timeline(decided, spec.schedule).makespan)
-            return least_s
+            with contextlib.suppress(SpecError):  # selectively it takes less, where it fits
+                selective = with_recomputation(spec, names, may_recompute_selectively(spec))
+                return named_timeline(selective, spec.schedule).makespan
+            return named_timeline(with_recomputation(spec, names), spec.schedule).makespan
     return constructive_makespan(spec)

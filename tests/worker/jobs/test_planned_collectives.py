@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -158,6 +159,15 @@ def test_a_profile_counts_the_sums_of_batch_norms_as_they_run():
 def test_sums_within_a_backward_of_one_piece_come_on_top_of_its_parts():
     layer = LayerCost("l", 1.0, 2.0, 3.0, 1, 0, 0, sums=(("backward_s", "reduce", 1, 0),))
     assert layer.with_tensor_parallel_sums(CollectiveCost((0.5, 1.0))).whole_backward_s == 5.5
+
+
+def test_sums_within_a_forward_come_again_where_it_is_recomputed_selectively():
+    sums = (("forward_s", "reduce", 1, 0),)
+    layer = LayerCost("l", 1.0, 2.0, 3.0, 1, 0, 0, sums=sums, selective_s=0.25)
+    longer = layer.with_tensor_parallel_sums(CollectiveCost((0.5, 1.0)))
+    assert (longer.forward_s, longer.selective_s) == (1.5, 0.75)
+    wholly = replace(layer, selective_s=None).with_tensor_parallel_sums(CollectiveCost((0.5, 1.0)))
+    assert (wholly.forward_s, wholly.selective_s) == (1.5, None)
 
 
 def test_fp16_is_measured_with_what_scales_its_gradients_back(monkeypatch):

@@ -1,1 +1,1 @@
-"""What recomputed stages keep and how: their inputs, and selectively the results of their products."""
+"""Keeps what recomputed stages need for their second forward: inputs, and selectively the results of products."""
