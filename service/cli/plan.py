@@ -45,6 +45,11 @@ if TYPE_CHECKING:
 _SEARCH_GRACE_SHARE = 0.2
 _MIN_SEARCH_GRACE_S = 2.0
 _RESHARDING_FORMATS = ("text", "json", "svg")
+_METHODS = {
+    "whole": "recomputed",
+    "selective": "recomputed but for products",
+    "by_block": "recomputed by block",
+}
 _NO_SPEC_MESSAGE = (
     "holds no pipeline spec: write an object with meshes, stages and edges, or a job with a model"
 )
@@ -282,8 +287,10 @@ def job_plan_text(preview: JobPlanPreview) -> str:
         "",
     ]
     rows = [("stage", "mesh", "begins at", "forward", "backward", "")]
+    from worker.contract.planned import recompute_method
+
     recomputes = {
-        stage["name"]: "recomputed but for products" if stage.get("selective") else "recomputed"
+        stage["name"]: _METHODS[recompute_method(stage)]
         for stage in plan.get("stages", ())
         if stage["recomputed"]
     }

@@ -39,7 +39,7 @@ from service.store.measurements import (
 from service.store.plans import find_job_plan
 from service.store.tables import JobPlanRow
 from worker.contract.costs import costs_digest
-from worker.contract.planned import planned_peak_bytes
+from worker.contract.planned import planned_peak_bytes, recompute_method
 from worker.contract.program import COMPUTE_OPS, TRANSFER_OPS
 
 
@@ -93,6 +93,7 @@ async def explain_step(service: Service, job_id: str, step: int | None, run: Run
 
 
 _CALIBRATION_SLOTS = 50_000  # of all steps of a calibration
+_METHODS = {"whole": "", "selective": " but for products", "by_block": " by block"}
 _KEPT_CALIBRATIONS = 256  # of the jobs that were asked for last
 _calibrations: WeakKeyDictionary[Database, dict[str, tuple[tuple[Any, ...], Calibration | None]]] = (
     WeakKeyDictionary()
@@ -240,7 +241,7 @@ def _mesh_memory(plan_text: str, peaks: Mapping[str, int]) -> list[dict[str, Any
     planned = planned_peak_bytes(body["spec"], body["plan"])
     mesh_of = {stage["name"]: stage["mesh"] for stage in body["spec"]["stages"]}
     again = {
-        stage["name"]: f"{stage['name']} but for products" if stage.get("selective") else stage["name"]
+        stage["name"]: stage["name"] + _METHODS[recompute_method(stage)]
         for stage in body["plan"].get("stages", ())
         if stage["recomputed"]
     }

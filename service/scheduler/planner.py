@@ -20,8 +20,8 @@ from service.scheduler.auto.fixed_schedule import named_timeline, plan_named
 from service.scheduler.auto.recomputation import (
     cheapest_recomputation,
     may_recompute,
-    may_recompute_selectively,
     must_recompute,
+    other_methods,
     with_recomputation,
     with_recompute_options,
 )
@@ -40,6 +40,7 @@ from service.scheduler.search.origin import SEEDS, versions
 from service.scheduler.search.search import SearchResult, reaches_bound
 from service.scheduler.search.tabu import tabu_search
 from service.scheduler.search.windows import cp_model_module
+from worker.contract.planned import recompute_method
 from worker.contract.program import Instruction
 
 
@@ -110,12 +111,11 @@ def _proven_plan(spec: PipelineSpec, found: SearchResult, budget_s: float) -> Pl
         programs,
         proof,
         chosen=found.chosen,
-        recomputed=found.recomputed,
-        selective=[
-            stage.name
-            for stage in with_recompute_options(spec, found.selective).stages
-            if stage.name in found.recomputed and stage.recompute is not None and stage.recompute.selective
-        ],
+        recomputed={
+            stage.name: recompute_method(dict(stage.recompute))
+            for stage in with_recompute_options(spec, found.recompute_methods).stages
+            if stage.name in found.recomputed and stage.recompute is not None
+        },
         made_with=PlanOrigin(budget_s=budget_s, seeds=SEEDS, versions=versions()),
         notes=found.notes,
     )
@@ -128,7 +128,7 @@ def _first_verified(
     while True:
         try:
             programs = compile_programs(found.timeline)
-            decided = with_recomputation(spec, found.recomputed, found.selective)
+            decided = with_recomputation(spec, found.recomputed, found.recompute_methods)
             played = check_programs(decided, programs)
             check_slots(found.timeline, played)
             return found, programs, played
@@ -203,7 +203,7 @@ def _find_timeline(spec: PipelineSpec, budget_s: float, expired: Callable[[], bo
     names = may_recompute(spec)
     choice = cheapest_recomputation(
         names,
-        may_recompute_selectively(spec),
+        other_methods(spec),
         lambda some: named_timeline(some.decide(spec), spec.schedule).makespan,
         tasks=problem_with_whole_backwards(spec).tasks,
     )
@@ -211,5 +211,5 @@ def _find_timeline(spec: PipelineSpec, budget_s: float, expired: Callable[[], bo
     return replace(
         found,
         recomputed=tuple(sorted(must_recompute(spec).union(choice.stages))),
-        selective=tuple(sorted(choice.selective)),
+        recompute_methods=tuple(sorted(choice.methods)),
     )

@@ -292,11 +292,14 @@ class PipelineSection(SpecPart):
     )
     cut: Literal["auto"] | Texts = "auto"
     schedule: Annotated[str, BeforeValidator(_in_lower_case)] = "auto"
-    recompute: Literal["auto", "none", "all", "selective"] | Annotated[Texts, Field(min_length=1)] = Field(
+    recompute: (
+        Literal["auto", "none", "all", "selective", "by_block"] | Annotated[Texts, Field(min_length=1)]
+    ) = Field(
         default="auto",
         description="Stages (s0, s1, …) or modules that keep their inputs only and compute their forward again in "
-        "the backward; all; selective: all keep the results of matrix products, convolutions and attention, too; none; "
-        "auto: where memory asks for it, in either way, and where the model itself checkpoints",
+        "the backward; all; selective: all keep the results of matrix products, convolutions and attention, too; by_block: "
+        "all keep the inputs of their layers, and compute one layer again at a time; none; auto: where memory asks for it, "
+        "by any of these, and where the model itself checkpoints",
     )
     overlap: bool = True
     replan: Literal["auto", "off"] = Field(

@@ -1,8 +1,8 @@
-"""`python -m tests.benchmarks.recomputation`: whole and selective recomputation beside keeping everything (10 minutes).
+"""`python -m tests.benchmarks.recomputation`: the methods of recomputing beside keeping everything (15 minutes).
 
 Two tables for a GPT and a U-Net. What a stage of the whole model keeps of a microbatch, and takes for a step of one:
-by its profile, and measured in turn. And planned steps of four meshes within less and less memory, with
-whole recomputation alone (the profile without its selective figures) and with both.
+by its profile, and measured in turn. And planned steps of four meshes within less and less memory, with whole
+recomputation alone, with the selective one besides, and with that by block too.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import functools
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from service.scheduler.problem.spec import MeshSpec, NetworkSpec, SpecError
 from service.scheduler.programs.plan import Plan
 from tests.worker.engine.engine_support import LocalPipeline, serial_programs
 from worker.benchmark.layer_costs import measure_layers
+from worker.contract.planned import RecomputeMethod, recompute_method
 from worker.contract.profile import LayerProfile
 from worker.examples import gpt, unet
 from worker.model.export import TracedModel, trace
@@ -35,6 +37,7 @@ NETWORK = NetworkSpec(bandwidth_bytes_per_s=1e9, latency_s=1e-4, contention="lin
 SCHEDULES = ("gpipe", "1f1b", "auto")
 SHARES = (0.85, 0.7, 0.55, 0.4, 0.3)
 BUDGET_S = 1.0
+METHODS: tuple[RecomputeMethod, ...] = ("whole", "selective", "by_block")
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,14 @@ def models() -> list[Model]:
     ]
 
 
+LABELS = {
+    "none": "keeps all",
+    "selective": "recomputes but for products",
+    "by_block": "recomputes by block",
+    "all": "recomputes",
+}
+
+
 def main() -> int:
     torch.set_num_threads(1)
     for model in models():
@@ -77,9 +88,11 @@ def main() -> int:
 
 def kept_table(model: Model, traced: TracedModel, profile: LayerProfile) -> None:
     """One stage: bytes from F to B, and the time of a step of one microbatch, planned and measured."""
-    print("| the stage | kept from F to B | step by the profile | measured | over keeping all |")
-    print("|---|---|---|---|---|")
-    ways = ("none", "selective", "all")
+    print(
+        "| the stage | kept from F to B | at most, 1 and 4 in flight | step by the profile | measured | over keeping all |"
+    )
+    print("|---|---|---|---|---|---|")
+    ways = [*LABELS]
     first = profile.layers[0].name
     stages = {
         way: partition(
@@ -95,10 +108,11 @@ def kept_table(model: Model, traced: TracedModel, profile: LayerProfile) -> None
     for way in ways:
         stage, option = stages[way], stages[way].recompute
         kept = stage.activation_bytes if option is None else option.activation_bytes
+        again = 0 if option is None else option.rematerialised_bytes or 0
+        most = " and ".join(f"{(count * kept + again) / 1e6:.1f} MB" for count in (1, 4))
         step_s = stage.forward_s + stage.whole_backward_s + (0.0 if option is None else option.extra_s)
-        label = {"none": "keeps all", "selective": "recomputes but for products", "all": "recomputes"}[way]
         print(
-            f"| {label} | {kept / 1e6:.1f} MB | {step_s * 1e3:.0f} ms | {measured_s[way] * 1e3:.0f} ms | "
+            f"| {LABELS[way]} | {kept / 1e6:.1f} MB | {most} | {step_s * 1e3:.0f} ms | {measured_s[way] * 1e3:.0f} ms | "
             f"{measured_s[way] / measured_s['none']:.2f} |",
             flush=True,
         )
@@ -116,10 +130,14 @@ def measured_steps(model: Model, traced: TracedModel, first: str) -> dict[str, f
             1,
             loss=model.loss,
             recomputed=recomputed,
-            selective=selective,
             optimizer=functools.partial(torch.optim.SGD, lr=0.0),
         )
-        for way, recomputed, selective in (("none", (), ()), ("selective", {0}, {0}), ("all", {0}, ()))
+        for way, recomputed in (
+            ("none", {}),
+            ("selective", {0: "selective"}),
+            ("by_block", {0: "by_block"}),
+            ("all", {0: "whole"}),
+        )
     }
     seconds: dict[str, list[float]] = {way: [] for way in pipelines}
     for round_number in range(ROUNDS + 1):
@@ -134,25 +152,28 @@ def measured_steps(model: Model, traced: TracedModel, first: str) -> dict[str, f
 
 def planned_table(profile: LayerProfile) -> None:
     """Planned makespans of four meshes with shares of the memory that the fullest takes without a limit."""
-    whole_only = replace(profile, layers=tuple(replace(layer, selective_s=None) for layer in profile.layers))
     print(
-        "| schedule | memory of each mesh | whole alone | recompute | both | recompute, of them selectively | gain |"
+        "| schedule | memory of each mesh | whole alone | selective too | by block too | stages so | gain |"
     )
     print("|---|---|---|---|---|---|---|")
     for schedule in SCHEDULES:
-        free = planned(profile, schedule, [None] * MESHES)
+        free = planned(profile, schedule, [None] * MESHES, METHODS)
         assert free is not None
         fullest = max(mesh.peak_memory_bytes or 0 for mesh in free.meshes)
-        print(f"| {schedule} | no limit, {fullest / 1e6:.0f} MB | {cells(free)} | {cells(free, True)} | |")
+        print(f"| {schedule} | no limit, {fullest / 1e6:.0f} MB | {length(free)} | | | | |")
         for share in SHARES:
             limits = [int(fullest * share)] * MESHES
-            before, both = planned(whole_only, schedule, limits), planned(profile, schedule, limits)
-            gain = "" if before is None or both is None else f"{before.makespan_s / both.makespan_s:.2f}"
-            print(f"| | {share:.0%} | {cells(before)} | {cells(both, True)} | {gain} |", flush=True)
+            plans = [planned(profile, schedule, limits, METHODS[:count]) for count in (1, 2, 3)]
+            before, last = plans[0], plans[-1]
+            gain = "" if before is None or last is None else f"{before.makespan_s / last.makespan_s:.2f}"
+            cells = " | ".join(map(length, plans))
+            print(f"| | {share:.0%} | {cells} | {stages_by_method(last)} | {gain} |", flush=True)
 
 
-def planned(profile: LayerProfile, schedule: str, limits: Sequence[int | None]) -> Plan | None:
-    """The plan of four stages within memory limits; None where nothing fits."""
+def planned(
+    profile: LayerProfile, schedule: str, limits: Sequence[int | None], methods: Sequence[RecomputeMethod]
+) -> Plan | None:
+    """The plan of four stages, which may recompute by `methods`, within memory limits; None where nothing fits."""
     try:
         spec = partition(
             profile,
@@ -166,17 +187,26 @@ def planned(profile: LayerProfile, schedule: str, limits: Sequence[int | None]) 
             cut=[profile.layers[len(profile.layers) * s // MESHES].name for s in range(MESHES)],
             microbatches=MICROBATCHES,
         ).spec
-        return make_plan(spec, budget_s=BUDGET_S)
+        stages = [
+            stage.with_recompute_options(
+                option for method, option in stage.recompute_options.items() if method in methods
+            )
+            for stage in spec.stages
+        ]
+        return make_plan(spec.model_copy(update={"stages": stages}), budget_s=BUDGET_S)
     except SpecError:
         return None
 
 
-def cells(plan: Plan | None, both: bool = False) -> str:
+def length(plan: Plan | None) -> str:
+    return "nothing fits" if plan is None else f"{plan.makespan_s * 1e3:.0f} ms"
+
+
+def stages_by_method(plan: Plan | None) -> str:
     if plan is None:
-        return "nothing fits | "
-    again = sum(stage.recomputed for stage in plan.stages)
-    selective = sum(stage.selective for stage in plan.stages)
-    return f"{plan.makespan_s * 1e3:.0f} ms | {again}" + (f", {selective}" if both else "")
+        return ""
+    counts = Counter(recompute_method(dict(stage)) for stage in plan.stages if stage.recomputed)
+    return ", ".join(f"{counts[method]} {method.replace('_', ' ')}" for method in METHODS if counts[method])
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ class Training:
 @dataclass(frozen=True)
 class Pipeline:
     """`stages` is a number, or auto; `cut` is auto, or the modules that begin a stage. `recompute` is the planner's:
-    auto, none, all, selective, or names. `replan`: auto or off."""
+    auto, none, all, selective, by_block, or names. `replan`: auto or off."""
 
     stages: str | int = 1
     cut: str | tuple[str, ...] = "auto"

@@ -10,9 +10,9 @@ no torch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from worker.contract.codec import from_json, to_json
 from worker.contract.costs import MeshUpdate
@@ -24,22 +24,30 @@ ReshardingPlans = Mapping[tuple[int, bool], ReshardingPlan]
 """By the first edge of a route, and whether it is the way back, of gradients."""
 
 
+RecomputeMethod = Literal["whole", "selective", "by_block"]
+"""How a stage runs its forward again: from its inputs alone, with the results of its products (matrix products,
+convolutions, attention) kept besides, or with the inputs of its blocks kept, block after block."""
+
+
+def recompute_method(stage: Mapping[str, Any]) -> RecomputeMethod:
+    """The method by which a stage of a plan, or an option of a spec, recomputes, from its flags."""
+    return next((method for method in ("selective", "by_block") if stage.get(method)), "whole")
+
+
 @dataclass(frozen=True)
 class MeshProgram:
     """The instructions that one mesh runs in a step, and what was planned for them.
 
     `planned_s` and `planned_starts_s` are the planned length and start of each instruction (None: REDUCE and STEP have
-    no start); without them every slot has the least limit. The stages `recomputed` keep their inputs only and run
-    their forward again in B or I; those of them that are `selective` keep the results of products too. `reshardings`
-    are the transfers of all meshes that do not go in pairs of workers.
+    no start); without them every slot has the least limit. The stages `recomputed` run their forward again in B or I,
+    each by its method. `reshardings` are the transfers of all meshes that do not go in pairs of workers.
     """
 
     instructions: Program
     microbatches: int
     planned_s: Sequence[float] | None = None
     planned_starts_s: Sequence[float | None] | None = None
-    recomputed: Collection[int] = ()
-    selective: Collection[int] = ()
+    recomputed: Mapping[int, RecomputeMethod] = field(default_factory=dict)
     reshardings: ReshardingPlans = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -102,14 +110,13 @@ class PlannedJob:
         return [stage["name"] for stage in self.spec["stages"]]
 
     @property
-    def recomputed(self) -> list[int]:
-        """The stages that run their forward again."""
-        return [index for index, stage in enumerate(self.plan.get("stages", ())) if stage["recomputed"]]
-
-    @property
-    def selective(self) -> list[int]:
-        """The stages among these that keep the results of products."""
-        return [index for index, stage in enumerate(self.plan.get("stages", ())) if stage.get("selective")]
+    def recomputed(self) -> dict[int, RecomputeMethod]:
+        """The stages that run their forward again, each with its method."""
+        return {
+            index: recompute_method(stage)
+            for index, stage in enumerate(self.plan.get("stages", ()))
+            if stage["recomputed"]
+        }
 
     def programs(self) -> dict[str, MeshProgram]:
         """The program of each mesh in a training step."""
@@ -119,7 +126,6 @@ class PlannedJob:
             self.microbatches,
             update=self.update,
             recomputed=self.recomputed,
-            selective=self.selective,
             reshardings=self.reshardings,
         )
 
@@ -165,8 +171,7 @@ def mesh_programs(
     microbatches: int,
     *,
     update: Sequence[MeshUpdate] = (),
-    recomputed: Collection[int] = (),
-    selective: Collection[int] = (),
+    recomputed: Mapping[int, RecomputeMethod] | None = None,
     reshardings: ReshardingPlans | None = None,
 ) -> dict[str, MeshProgram]:
     """The programs of a plan (JSON of a Plan) with their planned times, by mesh. See `planned_seconds`."""
@@ -177,8 +182,7 @@ def mesh_programs(
             microbatches,
             planned_s=seconds[mesh],
             planned_starts_s=starts[mesh],
-            recomputed=frozenset(recomputed),
-            selective=frozenset(selective),
+            recomputed=dict(recomputed or {}),
             reshardings=reshardings or {},
         )
         for mesh, program in plan["programs"].items()

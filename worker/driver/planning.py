@@ -263,7 +263,6 @@ def plan_obstacle(running: PlannedJob, found: PlannedJob) -> str | None:
         ("placement", running.mesh_of_stage, found.mesh_of_stage),
         ("number of microbatches", running.microbatches, found.microbatches),
         ("recomputation", running.recomputed, found.recomputed),
-        ("selective recomputation", running.selective, found.selective),
     ):
         if now != then:
             return f"it has another {name}: {then}, and {now} runs"

@@ -213,6 +213,10 @@ class WeightBackward:
             while self._sides:
                 self._sides.pop().run()
 
+    def add(self, more: WeightBackward) -> None:
+        """Run those of another backward too."""
+        self._sides += more._sides
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """The tensors held for W, besides those of its `nodes`."""
         for side in self._sides:

@@ -512,6 +512,9 @@ def compile_stages(
         for index, (module, wiring) in engine.stages.items():
             name, runner = f"stage s{index}", engine.runners[index]
             values = list(_example_inputs(module, wiring, inputs, device))
+            if runner.runs_by_block:
+                compiler.refuse(name, "it recomputes by block, and a block is computed as traced")
+                continue
             several = len(wiring.model_outputs) > 1 and True in runner.with_gradients
             if several and (why := _reason_not_to_compile(runner, module, values, target.to(device))):
                 compiler.refuse(name, why)

@@ -205,8 +205,7 @@ class Engine:
                 module,
                 self._state,
                 settings,
-                recompute=index in program.recomputed,
-                selective=index in program.selective,
+                recompute=program.recomputed.get(index),
             )
             for index, (module, wiring) in self.stages.items()
         }

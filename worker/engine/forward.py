@@ -108,7 +108,7 @@ def drop_casts() -> None:
     torch.clear_autocast_cache()
 
 
-def _as_non_leaf(argument: torch.Tensor) -> torch.Tensor:
+def as_non_leaf(argument: torch.Tensor) -> torch.Tensor:
     """A view with the same values and gradients: autocast keeps the cast of a leaf, which it takes for a weight."""
     return argument.view_as(argument) if argument.requires_grad and argument.is_leaf else argument
 
@@ -142,7 +142,7 @@ def run_forward(
     `accept` checks or replaces the module's outputs before the loss sees them.
     """
     if autocast_dtype is not None:
-        arguments = [_as_non_leaf(argument) for argument in arguments]
+        arguments = [as_non_leaf(argument) for argument in arguments]
     with compute_context(device_type, training=training, autocast_dtype=autocast_dtype):
         results = module(*arguments)
         outputs = accept((results,) if isinstance(results, torch.Tensor) else results)

@@ -41,6 +41,10 @@ def check_batch(
         raise ValueError(f"run_step needs {microbatches} targets where the model's output is")
 
 
+def _methods(program: MeshProgram) -> str:
+    return ", ".join(f"{stage} ({method})" for stage, method in sorted(program.recomputed.items())) or "none"
+
+
 def check_exchange(mesh: str, before: MeshProgram, after: MeshProgram) -> None:
     """ValueError where `after` is more than another order of `before`, its backwards split or whole."""
     if after.microbatches != before.microbatches:
@@ -48,11 +52,10 @@ def check_exchange(mesh: str, before: MeshProgram, after: MeshProgram) -> None:
             f"mesh {mesh} runs {before.microbatches} microbatches, the other program {after.microbatches}: a running job "
             "keeps its microbatches"
         )
-    if {*after.recomputed} != {*before.recomputed} or {*after.selective} != {*before.selective}:
+    if after.recomputed != before.recomputed:
         raise ValueError(
-            f"on mesh {mesh} the stages {sorted(before.recomputed)} recompute, {sorted(before.selective)} of them "
-            f"selectively, in the other program {sorted(after.recomputed)} and {sorted(after.selective)}: a running job "
-            "keeps what recomputes"
+            f"on mesh {mesh} these stages recompute: {_methods(before)}, in the other program {_methods(after)}: a running "
+            "job keeps what recomputes"
         )
     if {*after.reshardings} != {*before.reshardings}:
         raise ValueError(

@@ -17,7 +17,8 @@ import torch
 from torch import fx, nn
 
 from worker.contract.failures import leave_breadcrumb
-from worker.engine.autograd import WeightBackward, backward, backward_input
+from worker.contract.planned import RecomputeMethod
+from worker.engine.autograd import WeightBackward, backward_input
 from worker.engine.forward import (
     ForwardResult,
     StageArguments,
@@ -26,6 +27,7 @@ from worker.engine.forward import (
     pieces_of,
     run_forward,
 )
+from worker.engine.recomputation.blocks import Backward, StageBlocks
 from worker.engine.recomputation.inputs import RecomputeInputs, UpdatedBuffers, save_recompute_inputs
 from worker.engine.recomputation.products import KeptProducts, StageProducts
 from worker.engine.results import StageError
@@ -42,8 +44,8 @@ _LAUNCHES_OF_OPAQUE = 1000
 
 
 class StageRunner:
-    """One stage of this mesh. With `recompute` F keeps the stage's inputs only, and B (or I) runs it again; with
-    `selective` too F keeps the results of products besides, and the second run takes them."""
+    """One stage of this mesh. With `recompute` F keeps the stage's inputs only, and B (or I) runs it again: with the results
+    of products that F kept besides ("selective"), or block after block, from what F kept of their inputs ("by_block")."""
 
     def __init__(
         self,
@@ -52,8 +54,7 @@ class StageRunner:
         state: StepState,
         settings: ComputeSettings,
         *,
-        recompute: bool = False,
-        selective: bool = False,
+        recompute: RecomputeMethod | None = None,
     ):
         self._stage = wiring.stage
         self._tensors = StageTensors(wiring, state, settings)
@@ -63,8 +64,8 @@ class StageRunner:
         self._settings = settings
         self._saved: dict[int, SavedForward] = {}
         self._weights: dict[int, tuple[WeightBackward, RecomputeInputs | None]] = {}
-        self._recompute = recompute and settings.training
-        self._selective = self._recompute and selective
+        self._recompute = recompute is not None and settings.training
+        self._selective = self._recompute and recompute == "selective"
         self._buffers = UpdatedBuffers(module)
         self._whole_backward = bool(opaque_calls(module))
         self._check: ForwardCheck | None = None
@@ -76,8 +77,10 @@ class StageRunner:
             operations = reseed_at_random_ops(module, random)
             # a traced stage shows its random operations: without one it needs no state
             self._random = random if operations != 0 or (keeps and self._has_loss) else None
-        if self._selective:  # where nothing changes the graph any more
+        # where nothing changes the graph any more
+        if self._selective:
             self._products.find(module)
+        self._blocks = _blocks_of(module) if self._recompute and recompute == "by_block" else None
 
     def observe(self, observer: StageObserver | None) -> None:
         """Report to `observer` from now on what this stage does."""
@@ -104,6 +107,11 @@ class StageRunner:
         if not self._settings.training:
             return (False,)
         return (False, True) if self._recompute else (True,)
+
+    @property
+    def runs_by_block(self) -> bool:
+        """True where the backward runs the stage's blocks again, one at a time."""
+        return self._blocks is not None
 
     def dry_run(
         self, values: Sequence[torch.Tensor], *, training: bool, target: Any = None
@@ -154,7 +162,9 @@ class StageRunner:
             )
             recompute_inputs = None
             if self._recompute:
-                recompute_inputs = save_recompute_inputs(arguments, self._buffers, selective=self._selective)
+                recompute_inputs = save_recompute_inputs(
+                    arguments, self._buffers, selective=self._selective, by_block=self._blocks is not None
+                )
             if check := self._check_of(microbatch):
                 check.begin(arguments, self._buffers)
 
@@ -167,7 +177,7 @@ class StageRunner:
                 return outputs
 
             run = self._run(
-                arguments,
+                arguments.values,
                 microbatch,
                 training=settings.training,
                 again=recompute_inputs,
@@ -187,9 +197,10 @@ class StageRunner:
             self._check_again(microbatch)
             saved = self._saved.pop(microbatch)
             with self._restored_to(saved.recompute_inputs):
-                self._run_again(saved, microbatch)
+                step = self._run_again(saved, microbatch, whole=True)
                 roots, gradients = self._tensors.roots(saved, microbatch)
-                self._tensors.pass_back(saved, backward(roots, gradients, saved.leaves), microbatch)
+                found, _ = step(roots, gradients, saved.leaves)
+                self._tensors.pass_back(saved, found, microbatch)
 
     def backward_input(self, microbatch: int) -> None:
         """I: gradients of inputs. The activations stay until W."""
@@ -197,11 +208,9 @@ class StageRunner:
             self._check_again(microbatch)
             saved = self._saved.pop(microbatch)
             with self._restored_to(saved.recompute_inputs):
-                self._run_again(saved, microbatch)
+                step = self._run_again(saved, microbatch, whole=self._whole_backward)
                 roots, gradients = self._tensors.roots(saved, microbatch)
-                input_gradients, weights = backward_input(
-                    roots, gradients, saved.leaves, whole=self._whole_backward
-                )
+                input_gradients, weights = step(roots, gradients, saved.leaves)
                 self._weights[microbatch] = weights, saved.recompute_inputs
                 self._tensors.pass_back(saved, input_gradients, microbatch)
 
@@ -214,28 +223,36 @@ class StageRunner:
 
     def _run(
         self,
-        arguments: StageArguments,
+        values: Sequence[torch.Tensor],
         microbatch: int,
         *,
         training: bool,
+        module: nn.Module | None = None,
         again: RecomputeInputs | None = None,
         taking: KeptProducts | None = None,
+        before_loss: torch.Tensor | None = None,
         accept: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None,
     ) -> ForwardResult:
-        """Run the module, and the loss where the model's output is, `taking` what an earlier run has kept. What will be
-        run `again` for its backward keeps its products at most, and leaves the loss, which may count its calls, to that
-        run."""
+        """Run the stage (or `module` for it), and the loss where the model's output is, `taking` what an earlier run has
+        kept. What will be run `again` for its backward keeps its products or the inputs of its blocks at most, and leaves
+        the loss, which may count its calls, to that run."""
         state, settings = self._state, self._settings
         loss = None
         if state.targets is not None and again is None:
-            loss = functools.partial(self._loss, microbatch=microbatch)
+            loss = functools.partial(self._loss, microbatch=microbatch, generator_state=before_loss)
             if settings.weights is not None and state.weights is None and self._has_loss:
                 # workers may sum here: not while this one has the generators, for which others may wait
                 state.weights = settings.weights(state.targets)
-        values, records = arguments.values, training  # a graph
+        run_module, records = module or self._module, training  # a graph
         products = contextlib.nullcontext() if taking is None else self._products.taking(taking)
         if again is not None and again.products is not None:
             products = self._products.keeping(again.products)
+        elif (
+            again is not None and again.blocks is not None
+        ):  # which of their inputs take a gradient, its graph tells
+            run_module = functools.partial(
+                self._blocks.run, kept=again.blocks, model_outputs=self._wiring.model_outputs
+            )
         elif again is not None:
             # without gradients nothing asks for one: a compiled stage has one graph for such forwards and for evaluations
             values, records = [value.detach() for value in values], training and self._can_share_casts
@@ -246,7 +263,7 @@ class StageRunner:
             keeping_no_tensors() if keeps_none else contextlib.nullcontext(),
         ):
             run = run_forward(
-                self._module,
+                run_module,
                 values,
                 device_type=settings.device.type,
                 training=records,
@@ -255,6 +272,8 @@ class StageRunner:
                 loss_of=self._wiring.model_outputs,
                 loss=loss,
             )
+            if again is not None and again.blocks is not None and self._random is not None and self._has_loss:
+                again.generator_state = self._random.generator_state()
         if keeps_none:
             run = ForwardResult([output.detach() for output in run.outputs], None)
         if run.loss is not None:
@@ -273,16 +292,52 @@ class StageRunner:
     def _has_loss(self) -> bool:
         return bool(self._wiring.model_outputs)
 
-    def _run_again(self, saved: SavedForward, microbatch: int) -> None:
-        """Run the forward of a recomputed stage once more, with gradients now."""
-        if saved.recompute_inputs is None:
-            return
-        inputs = saved.recompute_inputs
-        run = self._run(inputs.take_arguments(), microbatch, training=True, taking=inputs.take_products())
+    def _run_again(self, saved: SavedForward, microbatch: int, *, whole: bool) -> Backward:
+        """Run the forward of a recomputed stage once more, with gradients now; by block, its last block. Returns the
+        backward of the stage, in one piece or all but W."""
+        step = functools.partial(backward_input, whole=whole)
+        if (inputs := saved.recompute_inputs) is None:
+            return step
+        values = inputs.take_arguments().values
+        if inputs.blocks is None:
+            run = self._run(values, microbatch, training=True, taking=inputs.take_products())
+        else:
+            kept = inputs.take_blocks()
+            last = self._blocks.last(values, kept, model_outputs=self._wiring.model_outputs)
+            run = self._run(
+                last.arguments,
+                microbatch,
+                training=True,
+                module=last,
+                accept=list,  # the first run has checked them, and of some no value is kept
+                before_loss=inputs.generator_state,
+            )
+            step = functools.partial(
+                self._blocks.backward,
+                kept,
+                last,
+                run=functools.partial(self._run_block, microbatch=microbatch),
+                backward=step,
+            )
         saved.loss = run.loss
         for wiring, output in zip(self._wiring.outputs, run.outputs, strict=True):
             if wiring.local_consumers or wiring.routes:
                 saved.outputs[wiring.tensor] = output
+        return step
+
+    def _run_block(
+        self, block: nn.Module, values: Sequence[torch.Tensor], microbatch: int
+    ) -> Sequence[torch.Tensor]:
+        """Run a block of the stage again; returns what it makes."""
+        settings = self._settings
+        with self._random_state(microbatch):
+            return run_forward(
+                block,
+                values,
+                device_type=settings.device.type,
+                training=True,
+                autocast_dtype=settings.autocast_dtype,
+            ).outputs
 
     def _check_of(self, microbatch: int) -> ForwardCheck | None:
         check = self._check
@@ -330,8 +385,15 @@ class StageRunner:
             outputs.append(result.clone() if self._settings.is_pooled(result) else result)
         return outputs
 
-    def _loss(self, output: torch.Tensor | tuple[torch.Tensor, ...], microbatch: int) -> torch.Tensor:
+    def _loss(
+        self,
+        output: torch.Tensor | tuple[torch.Tensor, ...],
+        microbatch: int,
+        generator_state: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         state = self._state
+        if generator_state is not None and self._random is not None:
+            self._random.go_on_from(generator_state)
         weight = 1.0 if state.weights is None else state.weights[microbatch]
         if weight == 0:  # a mean of nothing is no number, and its gradient none either
             state.metrics[microbatch] = {}
@@ -369,6 +431,13 @@ class StageRunner:
                 microbatch,
                 "".join(traceback.format_exception(error)),
             ) from error
+
+
+def _blocks_of(module: nn.Module) -> StageBlocks | None:
+    """The blocks of a stage; None where its graph does not tell them apart."""
+    body = getattr(module, "body", None)
+    blocks = StageBlocks(body) if isinstance(body, fx.GraphModule) else None
+    return blocks if blocks is not None and len(blocks) > 1 else None
 
 
 def _metric_tensor(metric: torch.Tensor | float, device: torch.device) -> torch.Tensor:

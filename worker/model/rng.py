@@ -160,6 +160,14 @@ class RandomState:
         """Start torch's generator of the device anew for `operation`. On CUDA this waits for nothing."""
         default_generator(self._device).manual_seed(self._seed_of(operation))
 
+    def generator_state(self) -> torch.Tensor:
+        """The state of torch's generator of the device. On CUDA this waits for nothing."""
+        return default_generator(self._device).get_state()
+
+    def go_on_from(self, state: torch.Tensor) -> None:
+        """Draw what comes next as it was drawn behind `state`."""
+        default_generator(self._device).set_state(state)
+
     def _seed_of(self, operation: str) -> int:
         return derive_seed(*self._fixed, *self._now, operation)
 

@@ -27,6 +27,8 @@ def transfer_dtype(dtype: torch.dtype, differentiable: bool, transfers: str) -> 
 
 
 OUTPUT_NAME = "output"
+LAYER_MARK = "slotline_layer"
+"""The entry in the `meta` of a node of a stage's graph that has the number of its layer."""
 
 
 def output_name(index: int) -> str:
@@ -302,6 +304,8 @@ class StageBuilder:
                 copies[node].target = local
             else:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
+            if (layer := placed.layer_of.get(node)) is not None:
+                copies[node].meta[LAYER_MARK] = layer
         results = []
         for node in leaving:
             order = self._transfer_order(node)

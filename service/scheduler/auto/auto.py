@@ -29,8 +29,8 @@ from service.scheduler.auto.recomputation import (
     candidate_recomputations,
     fuse_costly_splits,
     may_recompute,
-    may_recompute_selectively,
     must_recompute,
+    other_methods,
     recompute_relaxation,
     tightest_memory_first,
     with_recomputation,
@@ -96,7 +96,7 @@ def plan_auto(spec: PipelineSpec, budget_s: float, expired: Expired) -> SearchRe
         return replace(
             found,
             recomputed=tuple(sorted(always.union(choice.stages))),
-            selective=tuple(sorted(choice.selective)),
+            recompute_methods=tuple(sorted(choice.methods)),
         )
 
     if not names:
@@ -123,15 +123,15 @@ def plan_auto(spec: PipelineSpec, budget_s: float, expired: Expired) -> SearchRe
         )
         return estimates[choice]
 
-    selectable = may_recompute_selectively(spec)
+    methods = other_methods(spec)
     choices = candidate_recomputations(
         names,
-        selectable,
+        methods,
         estimate,
         lambda: estimator.exhausted,
         relative_error=estimator.relative_error(problem),
     )
-    every = len(choices) == 2 ** len(names) and selectable.isdisjoint(names)
+    every = len(choices) == 2 ** len(names) and methods.keys().isdisjoint(names)
     # check_spec alone rules a choice out: it needs no search
     choices = [choice for choice in choices if not _is_ruled_out(choice.decide(spec))] or choices
     budget_s = max(0.0, budget_s - estimator.spent_s)
@@ -144,7 +144,7 @@ def plan_auto(spec: PipelineSpec, budget_s: float, expired: Expired) -> SearchRe
         bound_of=lambda choice: lower_bound(backward_relaxation(choice.decide(spec))),
         every=every,
     )
-    decided = with_recomputation(spec, best.recomputed, best.selective)
+    decided = with_recomputation(spec, best.recomputed, best.recompute_methods)
     best = prefer_shorter_named(best, decided, budget_s, expired)
     return _with_less_memory(best, budget_s, expired)
 

@@ -1,15 +1,16 @@
 """Chooses the stages that recompute: they drop their activations and run their forward again for the backward.
 
 A stage that recomputes keeps less from its forward on and takes longer; during its backward all activations are
-there again. Selectively, it keeps the results of its products besides, and takes a little longer. With few open stages
-every choice is searched. With many: none, all, and the best by constructive plans, which starts from the stages
-shortest of memory and improves by single changes.
+there again. Selectively, it keeps the results of its products besides, and takes less time; by block, it keeps the
+inputs of its blocks, and has the activations of one at a time. With few open stages every choice is searched. With
+many: none, all, and the best by constructive plans, which starts from the stages shortest of memory and improves by
+single changes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -17,31 +18,32 @@ import numpy as np
 
 from service.scheduler.problem.problem import Problem
 from service.scheduler.problem.spec import PipelineSpec, SpecError, StageSpec, rematerialised_bytes
+from worker.contract.planned import RecomputeMethod
 
 _MAX_EXHAUSTIVE_STAGES = 4  # stages up to which all choices are searched
 _MAX_ESTIMATES = 200  # choices that are estimated at most
 _MAX_ESTIMATED_TASKS = 300_000  # tasks of all estimated plans together, where each plan is a named one
 
 StageChoice = frozenset[str]
+StageMethods = frozenset[tuple[str, RecomputeMethod]]
 
 
 @dataclass(frozen=True)
 class Recomputation:
-    """The stages that recompute by choice, and those of them that do it selectively."""
+    """The stages that recompute by choice, and the methods of those of them that do not wholly."""
 
     stages: StageChoice = frozenset()
-    selective: StageChoice = frozenset()
+    methods: StageMethods = frozenset()
 
     def decide(self, spec: PipelineSpec) -> PipelineSpec:
         """The spec in which these stages recompute, and those that must."""
-        return with_recomputation(spec, self.stages, self.selective)
+        return with_recomputation(spec, self.stages, self.methods)
 
-    def neighbours(self, name: str, selectable: bool) -> list[Recomputation]:
-        """The choices that differ in one stage, which may recompute selectively where it is `selectable`."""
-        without = Recomputation(self.stages - {name}, self.selective - {name})
-        choices = [without, Recomputation(without.stages | {name}, without.selective)]
-        if selectable:
-            choices.append(Recomputation(without.stages | {name}, without.selective | {name}))
+    def neighbours(self, name: str, methods: Iterable[RecomputeMethod]) -> list[Recomputation]:
+        """The choices that differ in one stage, which may recompute by `methods` in place of wholly."""
+        others = frozenset((stage, method) for stage, method in self.methods if stage != name)
+        choices = [Recomputation(self.stages - {name}, others), Recomputation(self.stages | {name}, others)]
+        choices += [Recomputation(self.stages | {name}, others | {(name, method)}) for method in methods]
         return [choice for choice in choices if choice != self]
 
 
@@ -103,32 +105,38 @@ def must_recompute(spec: PipelineSpec) -> frozenset[str]:
     )
 
 
-def may_recompute_selectively(spec: PipelineSpec) -> StageChoice:
-    """The stages that may recompute selectively in place of wholly."""
-    return frozenset(stage.name for stage in spec.stages if stage.recompute_selectively is not None)
+def other_methods(spec: PipelineSpec) -> dict[str, list[RecomputeMethod]]:
+    """The methods by which stages may recompute in place of wholly, of those that have any."""
+    return {
+        stage.name: [method for method in stage.recompute_options if method != "whole"]
+        for stage in spec.stages
+        if len(stage.recompute_options) > 1
+    }
 
 
 def with_recomputation(
-    spec: PipelineSpec, recomputed: Iterable[str], selective: Iterable[str] = ()
+    spec: PipelineSpec, recomputed: Iterable[str], methods: Iterable[tuple[str, RecomputeMethod]] = ()
 ) -> PipelineSpec:
-    """The spec in which `recomputed` and the required stages recompute, those that are `selective` too selectively, with
-    the costs and memory of that choice."""
+    """The spec in which `recomputed` and the required stages recompute, those in `methods` so, with the costs and memory
+    of that choice."""
     chosen = must_recompute(spec).union(recomputed)
-    stages = with_recompute_options(spec, selective).stages
+    stages = with_recompute_options(spec, methods).stages
     return spec.model_copy(
         update={"stages": [_decide_stage(stage, stage.name in chosen) for stage in stages]}
     )
 
 
-def with_recompute_options(spec: PipelineSpec, selective: Iterable[str]) -> PipelineSpec:
-    """The spec in which the stages `selective` may recompute selectively alone, and all others wholly alone."""
-    chosen = {*selective}
+def with_recompute_options(
+    spec: PipelineSpec, methods: Iterable[tuple[str, RecomputeMethod]]
+) -> PipelineSpec:
+    """The spec in which stages may recompute by the method in `methods` alone, and all others wholly alone."""
+    chosen = dict(methods)
 
     def decided(stage: StageSpec) -> StageSpec:
-        if stage.recompute_selectively is None:
+        if len(stage.recompute_options) < 2:
             return stage
-        option = stage.recompute_selectively if stage.name in chosen else stage.recompute
-        return stage.model_copy(update={"recompute": option, "recompute_selectively": None})
+        options = stage.recompute_options
+        return stage.with_recompute_options([options.get(chosen.get(stage.name, "whole"), options["whole"])])
 
     return spec.model_copy(update={"stages": [decided(stage) for stage in spec.stages]})
 
@@ -137,15 +145,14 @@ def recompute_relaxation(spec: PipelineSpec) -> PipelineSpec:
     """A spec that no choice can beat: every stage keeps the least and none takes longer."""
     decided = []
     for stage in spec.stages:
-        kept = min([stage.activation_bytes, *(option.activation_bytes for option in stage.recompute_options)])
+        options = stage.recompute_options.values()
+        kept = min([stage.activation_bytes, *(option.activation_bytes for option in options)])
         decided.append(
-            stage.model_copy(
+            stage.with_recompute_options([]).model_copy(
                 update={
                     "activation_bytes": kept,
                     "weight_stash_bytes": min(stage.weight_stash_bytes, kept),
                     "rematerialised_bytes": 0,
-                    "recompute": None,
-                    "recompute_selectively": None,
                 }
             )
         )
@@ -155,10 +162,14 @@ def recompute_relaxation(spec: PipelineSpec) -> PipelineSpec:
 def _decide_stage(stage: StageSpec, recomputes: bool) -> StageSpec:
     if stage.recompute is None or not recomputes:
         return stage.model_copy(update={"recompute": None})
+    again, stash = rematerialised_bytes(stage, stage.recompute), stage.weight_stash_bytes
+    if stage.recompute.by_block:  # a B without I and W has less there at a time than W needs together
+        stash = min(stash, stage.recompute.activation_bytes + again)
     return stage.model_copy(
         update={
             "activation_bytes": stage.recompute.activation_bytes,
-            "rematerialised_bytes": rematerialised_bytes(stage, stage.recompute),
+            "rematerialised_bytes": again,
+            "weight_stash_bytes": stash,
             "backward_input_s": stage.backward_input_s + stage.recompute.extra_s,
             "backward_s": None if stage.backward_s is None else stage.backward_s + stage.recompute.extra_s,
             "recompute": None,
@@ -227,18 +238,18 @@ def candidate_choices(
 
 def candidate_recomputations(
     names: Sequence[str],
-    selectable: StageChoice,
+    methods: Mapping[str, Sequence[RecomputeMethod]],
     estimate: Callable[[Recomputation], float],
     exhausted: Callable[[], bool] = lambda: False,
     *,
     relative_error: float = 0.0,
 ) -> list[Recomputation]:
-    """Choices worth a search, best first by `estimate`; `selectable` stages may recompute selectively.
+    """Choices worth a search, best first by `estimate`; stages may recompute by their `methods`, too.
 
-    Those of `candidate_choices` in which every stage recomputes wholly, and those in which all that can do so
-    recompute selectively; and the better of both with single stages changed, until none is better.
+    Those of `candidate_choices` in which every stage recomputes wholly, and, for each other method, those in which all
+    that can do so recompute by it; and the best of them with single stages changed, until none is better.
     """
-    selectable = selectable.intersection(names)
+    methods = {name: methods[name] for name in names if name in methods}
     seen: dict[Recomputation, float] = {}
 
     def estimated(choice: Recomputation) -> float:
@@ -247,20 +258,25 @@ def candidate_recomputations(
         return seen[choice]
 
     found = []
-    for selective in (frozenset[str](), selectable) if selectable else (frozenset(),):
+    for method in dict.fromkeys(["whole", *(method for several in methods.values() for method in several)]):
+        by_method = frozenset((name, method) for name, several in methods.items() if method in several)
+
+        def choice_of(some: StageChoice, by_method: StageMethods = by_method) -> Recomputation:
+            return Recomputation(some, frozenset(pair for pair in by_method if pair[0] in some))
+
         stages = candidate_choices(
             names,
-            lambda some, selective=selective: estimated(Recomputation(some, some & selective)),
+            lambda some, choice_of=choice_of: estimated(choice_of(some)),
             exhausted,
             relative_error=relative_error,
         )
-        found += [Recomputation(some, some & selective) for some in stages]
-    if not selectable:
+        found += [choice_of(some) for some in stages]
+    if not methods:
         return found
     best, improved = min(found, key=estimated), True
     while improved:
         improved = False
-        for other in (near for name in names for near in best.neighbours(name, name in selectable)):
+        for other in (near for name in names for near in best.neighbours(name, methods.get(name, ()))):
             if exhausted() or len(seen) >= 2 * _MAX_ESTIMATES:
                 break
             if estimated(other) < seen[best] * (1 - relative_error):
@@ -271,7 +287,7 @@ def candidate_recomputations(
 
 def cheapest_recomputation(
     names: Sequence[str],
-    selectable: StageChoice,
+    methods: Mapping[str, Sequence[RecomputeMethod]],
     makespan: Callable[[Recomputation], float],
     tasks: int,
 ) -> Recomputation:
@@ -293,5 +309,5 @@ def cheapest_recomputation(
     if not names or math.isfinite(estimate(nothing)):
         return nothing
     return candidate_recomputations(
-        names, selectable, estimate, lambda: estimated_tasks >= _MAX_ESTIMATED_TASKS
+        names, methods, estimate, lambda: estimated_tasks >= _MAX_ESTIMATED_TASKS
     )[0]

@@ -69,7 +69,8 @@ def _slower_stage(stage: StageSpec, factor: float) -> StageSpec:
         "backward_weight_s": stage.backward_weight_s * factor,
         "backward_s": None if stage.backward_s is None else stage.backward_s * factor,
     }
-    for name in ("recompute", "recompute_selectively"):
-        if (option := getattr(stage, name)) is not None:
-            costs[name] = option.model_copy(update={"extra_s": option.extra_s * factor})
-    return stage.model_copy(update=costs)
+    options = [
+        option.model_copy(update={"extra_s": option.extra_s * factor})
+        for option in stage.recompute_options.values()
+    ]
+    return stage.with_recompute_options(options).model_copy(update=costs)

@@ -19,7 +19,7 @@ from service.scheduler.problem.spec import MeshSpec, NetworkSpec, SpecError
 from service.scheduler.schedules.registry import AUTO
 from worker.contract.profile import LayerProfile, OptimizerState
 
-Recompute = Literal["auto", "none", "all", "selective"] | Sequence[str]
+Recompute = Literal["auto", "none", "all", "selective", "by_block"] | Sequence[str]
 """Stages that recompute: the schedule's choice, none, all, all but their products, or the names of stages and modules."""
 
 

@@ -21,7 +21,7 @@ from service.scheduler.auto.backward_split import faster_whole_stages
 from service.scheduler.auto.fixed_schedule import named_timeline
 from service.scheduler.auto.recomputation import (
     may_recompute,
-    may_recompute_selectively,
+    other_methods,
     with_recomputation,
     with_recompute_options,
 )
@@ -42,6 +42,7 @@ from service.scheduler.problem.spec import PipelineSpec, SpecError
 from service.scheduler.programs.plan import Plan
 from service.scheduler.schedules.registry import AUTO
 from worker.contract.costs import MeshUpdate, UpdateCosts, mesh_update
+from worker.contract.planned import RecomputeMethod, recompute_method
 from worker.contract.profile import LayerProfile, check_stage_count
 
 _EXHAUSTIVE_CUTS_PER_SECOND = 30  # cuts up to which all are estimated, for each second of the budget
@@ -376,7 +377,9 @@ class _JointSearch:
 
 def _as_planned(spec: PipelineSpec, plan: Plan) -> PipelineSpec:
     """The spec whose stages may recompute in the one way that the plan has chosen."""
-    return with_recompute_options(spec, (stage.name for stage in plan.stages if stage.selective))
+    return with_recompute_options(
+        spec, ((stage.name, recompute_method(dict(stage))) for stage in plan.stages)
+    )
 
 
 def longest_update_s(update: Sequence[MeshUpdate]) -> float:
@@ -409,8 +412,22 @@ def _constructive_estimate(spec: PipelineSpec) -> float:
         except SpecError:
             if not names:
                 raise
-            with contextlib.suppress(SpecError):  # selectively it takes less, where it fits
-                selective = with_recomputation(spec, names, may_recompute_selectively(spec))
-                return named_timeline(selective, spec.schedule).makespan
-            return named_timeline(with_recomputation(spec, names), spec.schedule).makespan
+            return _estimate_recomputed(spec, names)
     return constructive_makespan(spec)
+
+
+def _estimate_recomputed(spec: PipelineSpec, names: Sequence[str]) -> float:
+    """The makespan of a named schedule in which the stages `names` recompute, by the shortest method that fits into
+    memory. SpecError where none does."""
+    methods = other_methods(spec)
+    present = {"whole", *(method for several in methods.values() for method in several)}
+    *first, last = (method for method in ("selective", "whole", "by_block") if method in present)
+
+    def makespan(method: RecomputeMethod) -> float:
+        chosen = [(name, method) for name, several in methods.items() if method in several]
+        return named_timeline(with_recomputation(spec, names, chosen), spec.schedule).makespan
+
+    for method in first:
+        with contextlib.suppress(SpecError):
+            return makespan(method)
+    return makespan(last)

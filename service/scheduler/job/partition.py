@@ -33,6 +33,7 @@ from service.scheduler.resharding.resharding_plan import PlannedResharding
 from service.scheduler.schedules.registry import SCHEDULES
 from worker.contract.profile import (
     CutError,
+    LayerCost,
     LayerProfile,
     check_stage_count,
     resolve_stage_starts,
@@ -273,12 +274,13 @@ def _recompute_options(
     `auto` leaves the choice to the schedule, except for stages with a region that the model itself checkpoints: these
     recompute, like stages that are named. A stage that recomputes keeps the tensors that it receives from other stages
     (the model's own inputs are there all step long) and restores the buffers that it updates. Selectively it keeps the
-    results of its products, too: another choice of `auto` where each of its layers runs so, the only one with
-    `selective`, which keeps everything where that saves nothing.
+    results of its products, too, by block what its layers give each other: further choices of `auto`, selectively where
+    each of its layers runs so. Each is the only one with `selective` or `by_block`, which keeps everything where that
+    saves nothing.
     """
     recompute, (first, end) = problem.setup.recompute, layers
     names = [layer.name for layer in problem.profile.layers[first:end]]
-    required = recompute in ("all", "selective") or (
+    required = recompute in ("all", "selective", "by_block") or (
         recompute != "none"
         and (
             not problem.profile.checkpointed.isdisjoint(names)
@@ -300,26 +302,76 @@ def _recompute_options(
         rematerialised_bytes=max(0, activation_bytes - saved) + 2 * updated,
         required=required,
     )
-    if not required and whole.activation_bytes >= activation_bytes:
-        return {}
-    extra_s = [layer.selective_s for layer in here if layer.selective_s is not None]
-    if (required and recompute != "selective") or len(extra_s) < len(here):
-        return {"recompute": whole}
-    products = sum(layer.selective_bytes for layer in here)
-    shared = products - sum(layer.selective_only_bytes for layer in here)
-    selective = whole.model_copy(
+    selective = _selective_option(whole, here, activation_bytes - saved + 2 * updated)
+    by_block = _by_block_option(problem, whole, layers, updated)
+    if recompute in ("selective", "by_block"):
+        option = by_block if recompute == "by_block" else selective
+        saves = option is None or option.activation_bytes < activation_bytes
+        return {"recompute": option or whole} if saves else {}
+    if required or whole.activation_bytes >= activation_bytes:
+        return {"recompute": whole} if required else {}
+    options = {"recompute": whole}
+    if selective and selective.activation_bytes < activation_bytes and selective.extra_s < whole.extra_s:
+        options["recompute_selectively"] = selective
+    # with one microbatch in flight it has to need less, as with several it keeps more; a block is not compiled
+    compiled = not problem.profile.compiled.isdisjoint(names)
+    if (
+        not compiled
+        and by_block.activation_bytes < activation_bytes
+        and _peak_bytes(by_block) < _peak_bytes(whole)
+    ):
+        options["recompute_by_block"] = by_block
+    return options
+
+
+def _peak_bytes(option: RecomputeSpec) -> int:
+    return option.activation_bytes + (option.rematerialised_bytes or 0)
+
+
+def _selective_option(
+    whole: RecomputeSpec, layers: Sequence[LayerCost], unkept_bytes: int
+) -> RecomputeSpec | None:
+    """The option that keeps the results of products, of whose `unkept_bytes` not all are made again; None where a layer
+    does not run so."""
+    extra_s = [layer.selective_s for layer in layers if layer.selective_s is not None]
+    if len(extra_s) < len(layers):
+        return None
+    products = sum(layer.selective_bytes for layer in layers)
+    shared = products - sum(layer.selective_only_bytes for layer in layers)
+    return whole.model_copy(
         update={
             "activation_bytes": whole.activation_bytes + products,
             "extra_s": sum(extra_s),
-            "rematerialised_bytes": max(0, activation_bytes - saved - shared) + 2 * updated,
+            "rematerialised_bytes": max(0, unkept_bytes - shared),
             "selective": True,
         }
     )
-    saves = selective.activation_bytes < activation_bytes
-    if recompute == "selective":
-        return {"recompute": selective} if saves else {}
-    worth = saves and selective.extra_s < whole.extra_s
-    return {"recompute": whole, **({"recompute_selectively": selective} if worth else {})}
+
+
+def _by_block_option(
+    problem: CutProblem, whole: RecomputeSpec, layers: tuple[int, int], updated_bytes: int
+) -> RecomputeSpec:
+    """The option that keeps what each of `layers` (first, end) reads of the others, and has the activations of one at a
+    time; where I may leave W to later, with what W needs of those behind it."""
+    first, end = layers
+    read_first: dict[int, int] = {}  # bytes of the tensors between layers, by the first that reads them
+    for tensor in problem.tensors:
+        if first <= tensor.source < end and (readers := [x for x in tensor.targets if x < end]):
+            read_first[min(readers)] = read_first.get(min(readers), 0) + tensor.size
+    most, waiting, gone = 0, 0, 0
+    for number in range(end - 1, first - 1, -1):
+        cost = problem.profile.layers[number]
+        read = sum(t.size for t in problem.tensors if t.source < number and number in t.saved_at)
+        most = max(most, cost.activation_bytes - read + waiting - gone)
+        gone += read_first.get(number, 0)
+        waiting += cost.weight_stash_bytes if _may_split(problem.setup) else 0
+    return whole.model_copy(
+        update={
+            "activation_bytes": whole.activation_bytes + sum(read_first.values()),
+            "rematerialised_bytes": max(most, waiting) + 2 * updated_bytes,
+            "by_block": True,
+        }
+    )
 
 
 def _name_matches(name: str, stage: int, layers: Sequence[str]) -> bool:

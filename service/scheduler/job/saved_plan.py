@@ -27,7 +27,7 @@ from service.scheduler.programs.check_programs import check_programs
 from service.scheduler.programs.decode import PlanError
 from worker.contract.buckets import with_buckets
 from worker.contract.job import Job
-from worker.contract.planned import ModelSignature
+from worker.contract.planned import ModelSignature, recompute_method
 from worker.contract.program import program_from_json
 
 
@@ -175,9 +175,9 @@ def _with_measured_bytes(option: RecomputeSpec | None, measured: StageSpec) -> R
     """The way in which a stage may recompute, with the bytes that were measured now where the stage still has it."""
     if option is None:
         return None
-    now = [other for other in measured.recompute_options if other.selective is option.selective]
+    now = measured.recompute_options.get(recompute_method(dict(option)))
     kept = {"extra_s": option.extra_s, "required": option.required}
-    return now[0].model_copy(update=kept) if now else option
+    return option if now is None else now.model_copy(update=kept)
 
 
 def _refusal_message(name: str, why: str) -> str:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError
+
+from worker.contract.planned import RecomputeMethod, recompute_method
 
 
 def _reject_quoted_number(value: Any) -> Any:
@@ -52,7 +54,8 @@ class RecomputeSpec(_FrozenModel):
 
     `rematerialised_bytes` come back for B (or from I to W): the rest of its activations where null. With
     `required` the stage recomputes under every schedule; else `auto` may choose it. A `selective` one keeps the results
-    of its products (matrix products, convolutions, attention), and does not compute them again.
+    of its products (matrix products, convolutions, attention), and does not compute them again; `by_block` keeps the
+    inputs of its blocks, and has the activations of one at a time.
     """
 
     activation_bytes: Bytes
@@ -60,6 +63,14 @@ class RecomputeSpec(_FrozenModel):
     rematerialised_bytes: Bytes | None = None
     required: StrictBool = False
     selective: StrictBool = False
+    by_block: StrictBool = False
+
+
+_RECOMPUTE_FIELDS: dict[RecomputeMethod, str] = {
+    "whole": "recompute",
+    "selective": "recompute_selectively",
+    "by_block": "recompute_by_block",
+}
 
 
 class StageSpec(_FrozenModel):
@@ -68,7 +79,7 @@ class StageSpec(_FrozenModel):
     `backward_s` is how long B lasts where that was measured; null means as long as I and W together.
     `static_bytes` (weights, gradients, optimizer state) are held always; `rematerialised_bytes` besides the
     activation from the start of B or I to its end (what then is still held of both is the weight stash);
-    `recompute` may be chosen by `auto`, and `recompute_selectively` in its place.
+    `recompute` may be chosen by `auto`, and `recompute_selectively` or `recompute_by_block` in its place.
     """
 
     name: Name
@@ -83,11 +94,22 @@ class StageSpec(_FrozenModel):
     static_bytes: Bytes = 0
     recompute: RecomputeSpec | None = None
     recompute_selectively: RecomputeSpec | None = None
+    recompute_by_block: RecomputeSpec | None = None
 
     @property
-    def recompute_options(self) -> list[RecomputeSpec]:
-        """The ways in which the stage may recompute."""
-        return [option for option in (self.recompute, self.recompute_selectively) if option is not None]
+    def recompute_options(self) -> dict[RecomputeMethod, RecomputeSpec]:
+        """The ways in which the stage may recompute, by their method."""
+        options = (self.recompute, self.recompute_selectively, self.recompute_by_block)
+        return {recompute_method(dict(option)): option for option in options if option is not None}
+
+    def with_recompute_options(self, options: Iterable[RecomputeSpec]) -> StageSpec:
+        """The stage with these ways to recompute in place of its own; alone, any one is `recompute`."""
+        by_method = {recompute_method(dict(option)): option for option in options}
+        if len(by_method) == 1:
+            by_method = {"whole": next(iter(by_method.values()))}
+        return self.model_copy(
+            update={field: by_method.get(method) for method, field in _RECOMPUTE_FIELDS.items()}
+        )
 
     @property
     def whole_backward_s(self) -> float:
@@ -281,17 +303,19 @@ def _check_names(spec: PipelineSpec) -> None:
                 f"stage {stage.name!r} has weight_stash_bytes {stage.weight_stash_bytes}, a part of its "
                 f"activation_bytes {stage.activation_bytes}: lower the stash to at most that"
             )
-        for option in stage.recompute_options:
+        for option in stage.recompute_options.values():
             if not option.required and option.activation_bytes > stage.activation_bytes:
                 raise SpecError(
                     f"stage {stage.name!r} keeps {option.activation_bytes} bytes when it recomputes, more than "
                     f"its activation_bytes {stage.activation_bytes}: lower recompute.activation_bytes, or leave it out"
                 )
-        if stage.recompute_selectively is not None and (stage.recompute is None or stage.recompute.required):
-            raise SpecError(
-                f"stage {stage.name!r} has recompute_selectively, which is a choice beside recompute: give recompute too, "
-                "not required, or name it recompute alone, with selective: true"
-            )
+        for method, field in _RECOMPUTE_FIELDS.items():
+            beside = method != "whole" and getattr(stage, field) is not None
+            if beside and (stage.recompute is None or stage.recompute.required):
+                raise SpecError(
+                    f"stage {stage.name!r} has {field}, which is a choice beside recompute: give recompute too, not "
+                    f"required, or name it recompute alone, with {method}: true"
+                )
     _check_links(spec, meshes)
     used = {stage.mesh for stage in spec.stages}
     for mesh in spec.meshes:
@@ -360,7 +384,10 @@ def _check_totals(spec: PipelineSpec) -> None:
             s.activation_bytes
             + s.weight_stash_bytes
             + max(
-                [s.rematerialised_bytes, *(rematerialised_bytes(s, option) for option in s.recompute_options)]
+                [
+                    s.rematerialised_bytes,
+                    *(rematerialised_bytes(s, option) for option in s.recompute_options.values()),
+                ]
             )
             for s in spec.stages
         )
@@ -510,7 +537,7 @@ def _least_activation_bytes(spec: PipelineSpec, stage: StageSpec) -> int:
     """Least bytes that a stage keeps of a microbatch from F on: it may recompute."""
     if spec.schedule == "inference" or stage.recompute is None:
         return stage.activation_bytes
-    kept = min(option.activation_bytes for option in stage.recompute_options)
+    kept = min(option.activation_bytes for option in stage.recompute_options.values())
     return kept if stage.recompute.required else min(kept, stage.activation_bytes)
 
 
@@ -522,7 +549,8 @@ def _least_backward_bytes(spec: PipelineSpec, stage: StageSpec) -> int:
     if stage.recompute is None:
         return whole
     again = min(
-        option.activation_bytes + rematerialised_bytes(stage, option) for option in stage.recompute_options
+        option.activation_bytes + rematerialised_bytes(stage, option)
+        for option in stage.recompute_options.values()
     )
     return again if stage.recompute.required else min(whole, again)
 

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, field_serializer
 from service.scheduler.problem.memory import peak_activation, peak_memory, peak_receive_buffers
 from service.scheduler.problem.problem import LocalAction, local_actions
 from service.scheduler.problem.timeline import Timeline
+from worker.contract.planned import RecomputeMethod
 from worker.contract.program import Instruction, Program, program_from_json
 
 
@@ -70,6 +71,7 @@ class StagePlan(BaseModel):
     name: str
     recomputed: bool
     selective: bool = False  # it recomputes, and keeps the results of its products
+    by_block: bool = False  # it recomputes block after block, and keeps the inputs of these
 
 
 class PlanOrigin(BaseModel):
@@ -131,12 +133,11 @@ def build_plan(
     *,
     chosen: str,
     notes: Sequence[str],
-    recomputed: Sequence[str] = (),
-    selective: Sequence[str] = (),
+    recomputed: Mapping[str, RecomputeMethod] | None = None,
     made_with: PlanOrigin | None = None,
 ) -> Plan:
     """The plan of a timeline and its programs by mesh, which came from the schedule `chosen`."""
-    problem = timeline.problem
+    problem, methods = timeline.problem, recomputed or {}
     metrics = plan_metrics(timeline)
     buffers, memory = peak_receive_buffers(timeline), peak_memory(timeline)
     lanes = timeline.lanes
@@ -168,8 +169,13 @@ def build_plan(
         overlap_ratio=metrics.overlap_ratio,
         meshes=meshes,
         stages=[
-            StagePlan(name=s.name, recomputed=s.name in recomputed, selective=s.name in selective)
-            for s in problem.spec.stages
+            StagePlan(
+                name=stage.name,
+                recomputed=stage.name in methods,
+                selective=methods.get(stage.name) == "selective",
+                by_block=methods.get(stage.name) == "by_block",
+            )
+            for stage in problem.spec.stages
         ],
         slots=make_slots(timeline),
         programs={name: [_instruction_json(ins) for ins in program] for name, program in programs.items()},

@@ -36,6 +36,7 @@ from service.scheduler.search.priority_rules import (
     ConstructivePlanner,
 )
 from service.scheduler.search.tabu import tabu_search
+from worker.contract.planned import RecomputeMethod
 
 SEARCHED = "searched"
 # Calibrated on two 2.x GHz cores: work done in one second.
@@ -70,7 +71,7 @@ class SearchResult:
     proven_optimal: bool
     truncated: bool
     recomputed: tuple[str, ...] = ()
-    selective: tuple[str, ...] = ()
+    recompute_methods: tuple[tuple[str, RecomputeMethod], ...] = ()
     notes: tuple[str, ...] = ()
     alternatives: tuple[tuple[str, Timeline], ...] = ()
     searched_problem: Problem | None = None

@@ -40,6 +40,7 @@ from service.scheduler.why.measured import (
     total_times_by,
 )
 from service.scheduler.why.step_graph import Link, StepGraph
+from worker.contract.planned import recompute_method
 from worker.contract.profile import CutError, LayerProfile, OptimizerState
 
 _MAX_ESTIMATED_CUTS = 60
@@ -173,7 +174,11 @@ class CutSearch:
             cut=self._named(stage_starts),
             placement=[numbers[stage.mesh] for stage in spec.stages],
         ).spec
-        running = (s.name for s in spec.stages if s.recompute is not None and s.recompute.selective)
+        running = (
+            (stage.name, recompute_method(dict(stage.recompute)))
+            for stage in spec.stages
+            if stage.recompute is not None
+        )
         return with_recompute_options(cut, running)
 
     @cached_property

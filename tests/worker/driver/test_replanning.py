@@ -181,9 +181,13 @@ def test_a_plan_of_another_kind_or_with_more_memory_than_there_is_is_not_taken(c
 def test_a_plan_that_keeps_other_results_while_it_recomputes_is_not_taken():
     wholly = changed(lambda answer: answer["plan"]["stages"][1].update(recomputed=True))
     selectively = changed(lambda answer: answer["plan"]["stages"][1].update(recomputed=True, selective=True))
-    assert "another selective recomputation: [1], and [] runs" in plan_obstacle(wholly, selectively)
+    by_block = changed(lambda answer: answer["plan"]["stages"][1].update(recomputed=True, by_block=True))
+    said = plan_obstacle(wholly, selectively)
+    assert "another recomputation: {1: 'selective'}, and {1: 'whole'} runs" in said
+    assert "{1: 'by_block'}" in plan_obstacle(selectively, by_block)
     assert plan_obstacle(selectively, selectively) is None
-    assert all({*program.selective} == {1} for program in selectively.programs().values())
+    for planned, method in ((wholly, "whole"), (selectively, "selective"), (by_block, "by_block")):
+        assert all(program.recomputed == {1: method} for program in planned.programs().values())
 
 
 # The loop over real workers

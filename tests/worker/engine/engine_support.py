@@ -306,7 +306,6 @@ class LocalPipeline:
         workers=1,
         loss=None,
         recomputed=(),
-        selective=(),
         times=None,
         **options,
     ):
@@ -320,8 +319,9 @@ class LocalPipeline:
                 MeshProgram(
                     tuple(programs[mesh]),
                     microbatches,
-                    recomputed=recomputed,
-                    selective=selective,
+                    recomputed=recomputed
+                    if isinstance(recomputed, dict)
+                    else dict.fromkeys(recomputed, "whole"),
                     **({} if times is None else times[mesh]),
                 ),
                 mine,

@@ -154,8 +154,8 @@ def other_programs():
     return [
         ("another cut or placement", moved, {}),
         ("keeps its microbatches", serial_programs(graph, meshes, 2), {"microbatches": 2}),
-        ("keeps what recomputes", programs, {"recomputed": (0, 1)}),
-        ("keeps what recomputes", programs, {"selective": (0, 1)}),
+        ("keeps what recomputes", programs, {"recomputed": {0: "whole"}}),
+        ("keeps what recomputes", programs, {"recomputed": {0: "selective"}}),
         ("which nothing before it records", {m: tuple(reversed(p)) for m, p in programs.items()}, {}),
     ]
 

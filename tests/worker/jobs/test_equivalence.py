@@ -20,6 +20,7 @@ from service.spec.job import JobSpec
 from tests.worker.cached import traced_once  # noqa: F401 (used by every test)
 from tests.worker.plain_job import PlainJob
 from tests.worker.workers import Workers, mean_loss
+from worker.engine.recomputation.blocks import StageBlocks
 from worker.engine.recomputation.products import KeptProducts
 
 STEPS = range(1, 4)
@@ -119,7 +120,7 @@ CHOICES: dict[str, list[str]] = {
     "layout": list(LAYOUTS),
     "precision": list(TOLERANCES),
     "schedule": ["auto", "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-v"],
-    "recompute": ["none", "all", "selective", "auto"],
+    "recompute": ["none", "all", "selective", "by_block", "auto"],
     "shard": ["none", "optimizer"],
     "nodes": ["one node", "a node a mesh"],
     "reduction": ["mean", "tokens"],
@@ -219,6 +220,7 @@ def check(row: Row) -> None:
     with (
         Workers(spec, nodes if row.nodes == "a node a mesh" else None) as run,
         patch.object(KeptProducts, "taking", autospec=True, side_effect=KeptProducts.taking) as taking,
+        patch.object(StageBlocks, "last", autospec=True, side_effect=StageBlocks.last) as last,
     ):
         told = [run.step(step) for step in STEPS[:2]]
         plain.train(STEPS[:2])
@@ -226,6 +228,8 @@ def check(row: Row) -> None:
             assert run.evaluate().loss == pytest.approx(plain.evaluate(), rel=close)
         told.append(run.step(STEPS[2]))
         plain.train(STEPS[2:])
+        runners = (runner for worker in run.workers for runner in worker.engine.runners.values())
+        several_blocks = any(runner.runs_by_block for runner in runners)
         whole = [f"m{k}" for k, (_, tensor) in enumerate(LAYOUTS[row.layout][1]) if tensor == 1]
         state = {
             name: parameter
@@ -234,6 +238,7 @@ def check(row: Row) -> None:
             for name, parameter in of["parameters"].items()
         }
     assert taking.called or row.recompute != "selective"
+    assert last.called or row.recompute != "by_block" or not several_blocks
     assert [mean_loss(step) for step in told] == pytest.approx(plain.run.losses, rel=close)
     if row.precision == "fp16":
         assert [(s[0].loss_scale, s[0].skipped) for s in told] == plain.run.scales

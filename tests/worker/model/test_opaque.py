@@ -345,7 +345,7 @@ def test_a_job_in_bf16_is_its_plain_loop(kind):
 @pytest.mark.parametrize("kind", ["random", "codebook", "autograd.grad"])
 def test_the_job_that_verify_proves_draws_inside_modules_as_its_plain_model_does(kind):
     """With two data-parallel workers, whose buffers are of their own rows."""
-    for recompute in ("none", "all"):
+    for recompute in ("none", "all", "by_block"):
         proof = proof_of(job(kind, stages=2, workers=2, pipeline={"recompute": recompute}))
         assert proof.difference is None, proof
 

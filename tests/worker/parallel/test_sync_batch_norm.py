@@ -92,8 +92,13 @@ def model_of(**arguments):
 
 @pytest.mark.parametrize(
     ("split", "workers", "recomputed"),
-    [(False, 2, ()), (True, 2, ()), (True, 4, (0, 1, 2))],
-    ids=["whole", "split", "four workers, recomputed"],
+    [
+        (False, 2, ()),
+        (True, 2, ()),
+        (True, 4, (0, 1, 2)),
+        (False, 2, {0: "by_block"}),
+    ],
+    ids=["whole", "split", "four workers, recomputed", "recomputed by block"],
 )
 def test_losses_gradients_and_running_statistics_are_those_of_whole_microbatches(split, workers, recomputed):
     model = model_of()

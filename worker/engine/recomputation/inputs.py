@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from worker.engine.forward import StageArguments
+from worker.engine.recomputation.blocks import KeptBlocks
 from worker.engine.recomputation.products import KeptProducts
 
 BufferValues = dict[str, torch.Tensor]
@@ -23,7 +24,7 @@ BufferValues = dict[str, torch.Tensor]
 @dataclass
 class RecomputeInputs:
     """The arguments of a forward, how often each had been written to, the buffers before it, and with selective
-    recomputation its products.
+    recomputation its products, with one by block what the blocks read and the random generator's state behind it.
 
     From the second run to W, `buffers` are those that the second run left, and the arguments are autograd's.
     """
@@ -32,6 +33,8 @@ class RecomputeInputs:
     versions: tuple[int, ...]
     buffers: BufferValues
     products: KeptProducts | None = None
+    blocks: KeptBlocks | None = None
+    generator_state: torch.Tensor | None = None
 
     def take_arguments(self) -> StageArguments:
         """The arguments for the second run; from then on they are held no longer than that run holds them."""
@@ -42,6 +45,12 @@ class RecomputeInputs:
     def take_products(self) -> KeptProducts | None:
         """The products for the second run; from then on they are held no longer than that run holds them."""
         taken, self.products = self.products, None
+        return taken
+
+    def take_blocks(self) -> KeptBlocks:
+        """Hand over what the blocks read, for their second run; it is held no longer than that."""
+        taken, self.blocks = self.blocks, None
+        assert taken is not None
         return taken
 
     def check_unchanged(self) -> None:
@@ -84,11 +93,17 @@ class UpdatedBuffers:
 
 
 def save_recompute_inputs(
-    arguments: StageArguments, buffers: UpdatedBuffers, *, selective: bool = False
+    arguments: StageArguments, buffers: UpdatedBuffers, *, selective: bool = False, by_block: bool = False
 ) -> RecomputeInputs:
-    """Save before F what the second run will need; with `selective` F is to add its products."""
-    products = KeptProducts() if selective else None
-    return RecomputeInputs(arguments, _versions(arguments.values), buffers.copy(), products)
+    """Save before F what the second run will need; F is to add its products with `selective`, what its blocks read with
+    `by_block`."""
+    return RecomputeInputs(
+        arguments,
+        _versions(arguments.values),
+        buffers.copy(),
+        KeptProducts() if selective else None,
+        KeptBlocks() if by_block else None,
+    )
 
 
 def _versions(values: Sequence[torch.Tensor]) -> tuple[int, ...]:

@@ -24,15 +24,25 @@ from tests.service.scheduler.solver import optimum
 from tests.service.scheduler.specs import chain, measured
 from tests.tiers import some_by_day
 
+FIELDS = {
+    "whole": "recompute",
+    "selective": "recompute_selectively",
+    "by_block": "recompute_by_block",
+}
 
-def decided(data, chosen, selective=()):
-    """The problem in which these stages recompute, written out by hand."""
+
+def decided(data, chosen):
+    """The problem in which these stages recompute (by their methods, if any), written out by hand."""
+    methods = chosen if isinstance(chosen, dict) else dict.fromkeys(chosen, "whole")
     stages = []
     for stage in data["stages"]:
-        option = stage["recompute_selectively" if stage["name"] in selective else "recompute"]
+        option = stage[FIELDS[methods.get(stage["name"], "whole")]]
         stage = {key: value for key, value in stage.items() if not key.startswith("recompute")}
-        if stage["name"] in chosen:
-            stage["rematerialised_bytes"] = stage["activation_bytes"] - option["activation_bytes"]
+        if stage["name"] in methods:
+            brought = option.get("rematerialised_bytes")
+            stage["rematerialised_bytes"] = (
+                stage["activation_bytes"] - option["activation_bytes"] if brought is None else brought
+            )
             stage["activation_bytes"] = option["activation_bytes"]
             stage["backward_input_s"] += option["extra_s"]
         stages.append(stage)
@@ -79,16 +89,18 @@ def test_the_choice_is_the_best_of_all_choices_on_small_problems(seed):
     check_plan(decided(data, chosen), json.loads(plan.model_dump_json()))
 
 
-def chosen_stages(plan):
-    """The stages that recompute, and those of them that do it selectively."""
-    return (
-        tuple(stage.name for stage in plan.stages if stage.recomputed),
-        tuple(stage.name for stage in plan.stages if stage.selective),
-    )
+def chosen_methods(plan):
+    """The stages that recompute, and how."""
+    return {
+        stage.name: "selective" if stage.selective else "by_block" if stage.by_block else "whole"
+        for stage in plan.stages
+        if stage.recomputed
+    }
 
 
-def with_selective(data, seed):
-    """`data` in which every stage may recompute selectively: it keeps more than wholly, and takes less."""
+def with_methods(data, seed):
+    """`data` in which every stage may recompute selectively, when it keeps more than wholly and takes less time, and by
+    block, when it keeps more and brings back less."""
     draw = random.Random(seed)
     for stage in data["stages"]:
         kept = draw.randint(1, max(1, stage["activation_bytes"] - 1))
@@ -97,26 +109,54 @@ def with_selective(data, seed):
             "extra_s": stage["recompute"]["extra_s"] * draw.choice([0.1, 0.25, 0.5]),
             "selective": True,
         }
+        stage["weight_stash_bytes"] = 0
+        stage["recompute_by_block"] = {
+            "activation_bytes": draw.randint(1, kept),
+            "extra_s": stage["recompute"]["extra_s"],
+            "rematerialised_bytes": draw.randint(0, 1),
+            "by_block": True,
+        }
     return data
 
 
 @some_by_day("seed", range(12), by_day=3)
-def test_each_stage_recomputes_in_the_way_that_is_best_on_small_problems(seed):
-    data = with_selective(tight(2, 4, seed), seed)
+def test_each_stage_recomputes_by_the_method_that_is_best_on_small_problems(seed):
+    data = with_methods(tight(2, 4, seed), seed)
     names = [stage["name"] for stage in data["stages"]]
     every = {}
-    for ways in product(("no", "wholly", "selectively"), repeat=2):
-        chosen = tuple(name for name, way in zip(names, ways, strict=True) if way != "no")
-        selective = tuple(name for name, way in zip(names, ways, strict=True) if way == "selectively")
-        every[chosen, selective] = makespan(decided(data, chosen, selective), 2.0)
+    for methods in product((None, *FIELDS), repeat=2):
+        chosen = {name: method for name, method in zip(names, methods, strict=True) if method}
+        every[tuple(chosen.items())] = makespan(decided(data, chosen), 2.0)
     plan = make_plan(load_spec(data), budget_s=5.0)
     best = min(every.values())
     assert plan.makespan_s == pytest.approx(best, rel=1e-9)
     assert plan.lower_bound_s <= best * (1 + 1e-9)
-    chosen, selective = chosen_stages(plan)
-    assert every[chosen, selective] == pytest.approx(plan.makespan_s, rel=1e-9)
-    check_plan(decided(data, chosen, selective), json.loads(plan.model_dump_json()))
-    assert min(value for (_, some), value in every.items() if not some) >= best  # without the choice
+    chosen = chosen_methods(plan)
+    assert every[tuple(chosen.items())] == pytest.approx(plan.makespan_s, rel=1e-9)
+    check_plan(decided(data, chosen), json.loads(plan.model_dump_json()))
+
+
+def test_a_stage_recomputes_by_block_where_only_that_leaves_room():
+    data = tight(3, 6, 3)
+    for mesh, stage in zip(data["meshes"], data["stages"], strict=True):
+        stage |= {"activation_bytes": 10, "weight_stash_bytes": 6}
+        stage["recompute"] = {"activation_bytes": 1, "extra_s": 1.0}
+        stage["recompute_by_block"] = {
+            "activation_bytes": 2,
+            "extra_s": 1.0,
+            "rematerialised_bytes": 3,
+            "by_block": True,
+        }
+        mesh |= {"memory_bytes": None, "activation_limit_bytes": 60}
+    data["meshes"][0]["activation_limit_bytes"] = (
+        9  # three in flight by block, and no activations of a whole stage
+    )
+    data["schedule"] = "1f1b"
+    plan = make_plan(load_spec(data))
+    assert chosen_methods(plan) == {"s0": "by_block"}
+    by_hand = decided(data, {"s0": "by_block"})
+    by_hand["stages"][0]["weight_stash_bytes"] = 5  # of a B alone, which the check asks to be there at once
+    check_plan(by_hand, json.loads(plan.model_dump_json()))
 
 
 def test_a_selective_stage_is_taken_where_it_fits_and_a_whole_one_where_it_must_be():
@@ -130,31 +170,34 @@ def test_a_selective_stage_is_taken_where_it_fits_and_a_whole_one_where_it_must_
     data["meshes"][1]["activation_limit_bytes"] = 12  # none but wholly
     data["schedule"] = "1f1b"
     plan = make_plan(load_spec(data))
-    assert chosen_stages(plan) == (("s0", "s1"), ("s0",))
-    check_plan(decided(data, ("s0", "s1"), ("s0",)), json.loads(plan.model_dump_json()))
+    assert chosen_methods(plan) == {"s0": "selective", "s1": "whole"}
+    check_plan(decided(data, chosen_methods(plan)), json.loads(plan.model_dump_json()))
 
 
 @pytest.mark.parametrize("count", [3, 12])
-def test_single_stages_change_their_way_where_that_is_estimated_better(count):
+def test_single_stages_change_their_method_where_that_is_estimated_better(count):
     names = [f"s{i}" for i in range(count)]
-    wholly, selectively = frozenset(names[:1]), frozenset(names[1:3])
+    wanted = {"s0": "whole", "s1": "selective", "s2": "by_block"}
+    weights = {None: 1.0, "whole": 1.0, "selective": 1.5, "by_block": 1.25}
 
     def estimate(choice):
-        whole = choice.stages - choice.selective
-        return 100.0 + len(whole ^ wholly) + 1.5 * len(choice.selective ^ selectively)
+        methods = dict.fromkeys(choice.stages, "whole") | dict(choice.methods)
+        wrong = [methods.get(name) for name in names if methods.get(name) != wanted.get(name)]
+        return 100.0 + sum(weights[method] for method in wrong)
 
-    found = candidate_recomputations(names, frozenset(names[:-1] if count > 3 else names), estimate)
-    assert found[0] == Recomputation(wholly | selectively, selectively)
+    both = ["selective", "by_block"]
+    found = candidate_recomputations(names, dict.fromkeys(names[: max(3, count - 1)], both), estimate)
+    assert found[0] == Recomputation(frozenset(wanted), frozenset({("s1", "selective"), ("s2", "by_block")}))
     assert [estimate(choice) for choice in found] == sorted(map(estimate, found))
     assert len({*found}) == len(found)
 
 
-def test_a_choice_between_two_ways_needs_both():
-    data = with_selective(tight(2, 4, 1), 1)
-    del data["stages"][0]["recompute"]
-    with pytest.raises(
-        SpecError, match=r"'s0' has recompute_selectively, .* beside recompute: give recompute too"
-    ):
+@pytest.mark.parametrize("field", ["recompute_selectively", "recompute_by_block"])
+def test_a_choice_between_two_methods_needs_both(field):
+    data = with_methods(tight(2, 4, 1), 1)
+    for other in {*FIELDS.values()} - {field}:
+        del data["stages"][0][other]
+    with pytest.raises(SpecError, match=rf"'s0' has {field}, .* beside recompute: give recompute too"):
         load_spec(data)
 
 

@@ -155,13 +155,15 @@ def test_only_nodes_with_more_workers_than_cores_count():
 def test_a_slowed_spec_keeps_its_transfers_and_its_processor_seconds_grow_by_the_factor():
     spec = load_spec(chain(3, 4, schedule="1f1b", contention="link", transfer=0.5))
     options = {
-        name: RecomputeSpec(activation_bytes=0, extra_s=extra_s)
-        for name, extra_s in (("recompute", 0.5), ("recompute_selectively", 0.125))
+        "recompute": RecomputeSpec(activation_bytes=0, extra_s=0.5),
+        "recompute_selectively": RecomputeSpec(activation_bytes=0, extra_s=0.125, selective=True),
+        "recompute_by_block": RecomputeSpec(activation_bytes=0, extra_s=0.25, by_block=True),
     }
     spec = spec.model_copy(update={"stages": [stage.model_copy(update=options) for stage in spec.stages]})
     double = with_slower_actions(spec, 2.0)
     for stage in double.stages:
         assert (stage.recompute.extra_s, stage.recompute_selectively.extra_s) == (1.0, 0.25)
+        assert stage.recompute_by_block.extra_s == 0.5
     assert double.edges == spec.edges
     assert processor_seconds(double) == {mesh: 2 * s for mesh, s in processor_seconds(spec).items()}
     assert make_plan(double).makespan_s < 2 * make_plan(spec).makespan_s

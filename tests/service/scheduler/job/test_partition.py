@@ -522,13 +522,54 @@ def test_a_selective_stage_keeps_its_products_besides_and_brings_back_the_rest()
     assert second.rematerialised_bytes == 690 - 30 + 8
 
 
-def test_auto_may_choose_either_way_and_all_and_names_say_the_whole_one():
+def test_a_stage_that_recomputes_by_block_keeps_what_its_layers_give_each_other_and_brings_back_one_at_a_time():
+    first, second = options("by_block")
+    assert first.required and first.by_block
+    # t0; l1 keeps it among its 200 bytes, and brings back the rest; behind it t0 is gone
+    assert (first.activation_bytes, first.rematerialised_bytes, first.extra_s) == (10, 190, 2.0)
+    # t0 and t1 come in, t2 is given on, the buffer is noted; l3 has all of its 400 bytes, l2 t0 already
+    assert (second.activation_bytes, second.rematerialised_bytes) == (34 + 30, 400 + 8)
+
+
+def test_by_block_w_waits_with_what_it_needs_of_the_layers_behind_where_backwards_are_split():
+    profile = recomputed_profile()
+    layers = tuple(replace(layer, weight_stash_bytes=80) for layer in profile.layers)
+    found = partition(
+        replace(profile, layers=layers),
+        PipelineSetup(meshes(2), recompute="by_block", split_backward=True),
+        stages=2,
+        cut=["l0", "l2"],
+        microbatches=2,
+    )
+    # l1 as above; behind it l0 has its 100 bytes, beside the 80 of l1 and without t0
+    assert found.spec.stages[0].recompute.rematerialised_bytes == max(190, 100 + 80 - 10)
+    assert found.spec.stages[1].recompute.rematerialised_bytes == max(400, 290 + 80 - 30) + 8
+
+
+def test_auto_may_choose_any_method_and_all_and_names_say_the_whole_one():
     stages = partition(
         selective_profile(), PipelineSetup(meshes(2), recompute="auto"), stages=2, microbatches=2
     ).spec.stages
-    assert [(s.recompute.selective, s.recompute_selectively.selective) for s in stages] == [(False, True)] * 2
+    for stage in stages:
+        assert list(stage.recompute_options) == ["whole", "selective", "by_block"]
     for recompute in ("all", ["s0", "s1"]):
-        assert not any(option.selective for option in options(recompute, selective_profile()))
+        for option in options(recompute, selective_profile()):
+            assert not option.selective and not option.by_block
+
+
+def test_by_block_is_no_choice_where_it_brings_back_as_much_or_a_layer_is_compiled():
+    def offered(profile):
+        setup = PipelineSetup(meshes(2), recompute="auto", split_backward=False)
+        stages = partition(profile, setup, stages=2, cut=["l0", "l2"], microbatches=2).spec.stages
+        return [stage.recompute_by_block is not None for stage in stages]
+
+    profile = recomputed_profile()
+    assert offered(profile) == [True, True]
+    assert offered(replace(profile, compiled=frozenset({"l2"}))) == [True, False]
+    # l1 makes nearly all that the stage keeps, without t0, which is more than the rest
+    layers = (replace(profile.layers[0], activation_bytes=5), *profile.layers[1:])
+    edges = (replace(profile.edges[0], saved_by_target=False), *profile.edges[1:])
+    assert offered(replace(profile, layers=layers, edges=edges)) == [False, True]
 
 
 def test_a_stage_with_a_layer_that_does_not_run_so_recomputes_wholly_and_one_that_would_keep_no_less_not_at_all():

@@ -61,6 +61,15 @@ def test_every_loss_gradient_parameter_and_buffer_is_that_of_the_plain_model(spe
     assert "runs as traced from here on" not in caplog.text, "a step ran a graph that nothing had tried"
 
 
+@pytest.mark.usefixtures("no_generated_code")
+def test_a_stage_that_recomputes_by_block_runs_as_traced_and_says_so():
+    spec = compiled(gpt(stages=1, meshes=1))
+    spec["pipeline"]["recompute"] = "by_block"
+    proof = proof_of(spec, steps=1)
+    assert proof.difference is None
+    assert any("stage s0 runs as traced: it recomputes by block" in note for note in proof.notes)
+
+
 class TwoHeads(nn.Module):
     """Two outputs, of which the loss takes one."""
 

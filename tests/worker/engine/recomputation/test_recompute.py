@@ -35,7 +35,7 @@ from worker.model.export import trace
 GRAPHS = {"chain": lambda: chain(4, 0.3), "skips": skips, "branches": two_branches, "tied": tied_chain}
 
 
-def run(graph, meshes, programs, batches, recomputed=(), steps=2, *, selective=(), **options):
+def run(graph, meshes, programs, batches, recomputed=(), steps=2, **options):
     """Losses of each step, and what parameters, their gradients and buffers are in the end."""
     with LocalPipeline(
         graph,
@@ -43,7 +43,6 @@ def run(graph, meshes, programs, batches, recomputed=(), steps=2, *, selective=(
         programs,
         len(batches[0]),
         recomputed=recomputed,
-        selective=selective,
         seed=3,
         **options,
     ) as pipeline:
@@ -89,8 +88,8 @@ def test_on_random_graphs_placements_and_choices(seed):
     split = rng.random() < 0.5
     _, programs = planned(graph, meshes, 4, "auto", split_backward=split)
     recomputed = {s for s in range(count) if rng.random() < 0.6}
-    selective = {s for s in recomputed if rng.random() < 0.5}
-    again = run(graph, meshes, programs, batch(4), recomputed, selective=selective)
+    methods = {s: "selective" if rng.random() < 0.5 else "whole" for s in recomputed}
+    again = run(graph, meshes, programs, batch(4), methods)
     check_same(again, run(graph, meshes, programs, batch(4)))
 
 
@@ -107,8 +106,10 @@ def test_traced_models_with_dropout_ties_and_skips(job, schedule):
     whole = run(graph, meshes, programs, batches, loss=job.loss)
     for recomputed in choices(4):
         check_same(run(graph, meshes, programs, batches, recomputed, loss=job.loss), whole)
-    again = run(graph, meshes, programs, batches, {0, 1, 2, 3}, selective={0, 1, 3}, loss=job.loss)
-    check_same(again, whole)
+    methods = {0: "selective", 1: "by_block", 2: "whole", 3: "selective"}
+    for turn in range(3):
+        turned = {stage: methods[(stage + turn) % 4] for stage in methods}
+        check_same(run(graph, meshes, programs, batches, turned, loss=job.loss), whole)
 
 
 def test_under_autocast():
@@ -123,9 +124,9 @@ def test_under_autocast():
     _, programs = planned(graph, meshes, MICROBATCHES, "1f1b")
     batches = job.inputs, job.targets
     whole = run(graph, meshes, programs, batches, loss=job.loss, precision="bf16")
-    for selective in ((), {0, 1, 2, 3}):
-        options = {"loss": job.loss, "precision": "bf16", "selective": selective}
-        check_same(run(graph, meshes, programs, batches, {0, 1, 2, 3}, **options), whole)
+    for method in ("whole", "selective", "by_block"):
+        methods = dict.fromkeys(range(4), method)
+        check_same(run(graph, meshes, programs, batches, methods, loss=job.loss, precision="bf16"), whole)
 
 
 class CountingCasts(TorchDispatchMode):

@@ -16,6 +16,7 @@ from tests.tiers import some_by_day
 from tests.worker.engine.engine_support import LocalPipeline
 from tests.worker.engine.test_models import MICROBATCHES, gpt_job, unet_job
 from worker.benchmark.layer_costs import measure_layers
+from worker.contract.planned import recompute_method
 from worker.contract.program import program_from_json
 from worker.engine import stage as engine_stage
 from worker.engine.recomputation.inputs import RecomputeInputs
@@ -75,6 +76,10 @@ class Watched(nn.Module):
         self.updated_buffers = tuple(f"stage.{name}" for name in stage.updated_buffers)
         self.ledger = ledger
 
+    @property
+    def body(self):
+        return self.stage.body
+
     def __deepcopy__(self, memo):
         self.ledger.fixed |= {
             t.untyped_storage().data_ptr() for t in [*self.stage.parameters(), *self.stage.buffers()]
@@ -86,6 +91,18 @@ class Watched(nn.Module):
             return self.stage(*inputs)
         with torch.autograd.graph.saved_tensors_hooks(self.ledger.take, open_box):
             return self.stage(*inputs)
+
+
+class BookedValues(dict):
+    """Values that blocks read, booked until they are let go."""
+
+    def __init__(self, values, ledger):
+        super().__init__(values)
+        self.boxes = {name: ledger.take(value) for name, value in values.items() if value.numel()}
+
+    def __delitem__(self, name):
+        super().__delitem__(name)
+        del self.boxes[name]
 
 
 @functools.cache
@@ -111,7 +128,7 @@ def planned_and_measured(name, schedule, recompute, mesh_of_stage, monkeypatch):
         mesh: program_from_json(i.to_json() if not isinstance(i, dict) else i for i in program)
         for mesh, program in plan.programs.items()
     }
-    recomputed = {i for i, stage in enumerate(plan.stages) if stage.recomputed}
+    recomputed = {i: recompute_method(dict(stage)) for i, stage in enumerate(plan.stages) if stage.recomputed}
     graph = job.traced.cut(found.stage_starts)
     ledgers = {mesh: Ledger() for mesh in meshes}
     graph.stages = [
@@ -122,8 +139,8 @@ def planned_and_measured(name, schedule, recompute, mesh_of_stage, monkeypatch):
     keep_none = engine_stage.keeping_no_tensors
     running = threading.local()  # every mesh computes on a thread of its own
 
-    def kept(arguments, buffers, *, selective):
-        found, ledger = keep(arguments, buffers, selective=selective), running.ledger
+    def kept(arguments, buffers, *, selective, by_block):
+        found, ledger = keep(arguments, buffers, selective=selective, by_block=by_block), running.ledger
         if selective:
             # booked from when they are made until the run that takes them has ended
             boxes = []
@@ -132,7 +149,11 @@ def planned_and_measured(name, schedule, recompute, mesh_of_stage, monkeypatch):
         found.buffers_boxes = [ledger.take(value) for value in found.buffers.values()]
         return found
 
-    def taken(kept):  # the run that takes them books those that autograd keeps
+    def taken(
+        kept,
+    ):  # the run that takes them books those that autograd keeps; by block they stay until it has ended
+        if kept.blocks is not None:
+            kept.blocks.values.arguments = kept.boxes
         del kept.boxes
         return take_arguments(kept)
 
@@ -156,7 +177,17 @@ def planned_and_measured(name, schedule, recompute, mesh_of_stage, monkeypatch):
     def forward(self, microbatch):
         running.ledger = self._module.ledger
         runner_forward(self, microbatch)
+        if (inputs := self._saved[microbatch].recompute_inputs) is not None and inputs.blocks is not None:
+            inputs.blocks.values = BookedValues(inputs.blocks.values, running.ledger)
 
+    def run_forward(module, *arguments, **keywords):  # of a block, outside of the watched stage
+        if isinstance(module, Watched) or not running.books:
+            return run(module, *arguments, **keywords)
+        with torch.autograd.graph.saved_tensors_hooks(running.ledger.take, open_box):
+            return run(module, *arguments, **keywords)
+
+    run = engine_stage.run_forward
+    monkeypatch.setattr(engine_stage, "run_forward", run_forward)
     monkeypatch.setattr(engine_stage, "save_recompute_inputs", kept)
     monkeypatch.setattr(engine_stage, "keeping_no_tensors", keeping_no_tensors)
     monkeypatch.setattr(RecomputeInputs, "take_arguments", taken)
@@ -185,7 +216,6 @@ def planned_and_measured(name, schedule, recompute, mesh_of_stage, monkeypatch):
         MICROBATCHES,
         loss=loss,
         recomputed=recomputed,
-        selective={i for i, stage in enumerate(plan.stages) if stage.selective},
     ) as pipeline:
         pipeline.step(0, [(job.inputs, job.targets)])
     monkeypatch.undo()
@@ -198,7 +228,7 @@ def planned_and_measured(name, schedule, recompute, mesh_of_stage, monkeypatch):
 def test_what_is_planned_is_what_is_kept_with_and_without_recomputing(name, schedule, monkeypatch):
     found = {
         recompute: planned_and_measured(name, schedule, recompute, MESHES, monkeypatch)
-        for recompute in ("none", "selective", "all")
+        for recompute in ("none", "selective", "by_block", "all")
     }
     for planned, seen in found.values():
         for mesh in MESHES:
