@@ -229,6 +229,11 @@ def test_one_worker_builds_the_model_and_all_start_from_the_values_of_a_plain_on
         lambda *args, **kwargs: built.append(args) or build_model(*args, **kwargs),
     )
     spec = job(stages=3, meshes=3, workers_per_mesh=2)
+    spec["pipeline"]["cut"] = [
+        "embed",
+        "blocks.1",
+        "blocks.2",
+    ]  # by measured times one stage may have most of it
     with Workers(spec) as run:
         assert len(built) == 1
         model = build_model(spec["model"]["factory"], spec["model"]["args"], seed=5)
