@@ -273,6 +273,7 @@ def _render_job_plan(preview: JobPlanPreview, format: str) -> str:
 def job_plan_text(preview: JobPlanPreview) -> str:
     """The chosen plan and its costs: lines, a table of stages, a table of meshes."""
     from service.scheduler.why.measured import duration_text
+    from worker.contract.planned import recompute_method
 
     spec, plan = preview.spec, preview.plan
     updates = {update.mesh: update for update in preview.update}
@@ -287,8 +288,6 @@ def job_plan_text(preview: JobPlanPreview) -> str:
         "",
     ]
     rows = [("stage", "mesh", "begins at", "forward", "backward", "")]
-    from worker.contract.planned import recompute_method
-
     recomputes = {
         stage["name"]: _METHODS[recompute_method(stage)]
         for stage in plan.get("stages", ())

@@ -218,3 +218,13 @@ def random_specs(draw: st.DrawFn, *, limits: bool = True, placement: str = "any"
         "max_in_flight": draw(st.sampled_from([None, None, 1, 2, 3])),
         "schedule": "auto",
     }
+
+
+def by_every_method():
+    """A chain of four stages, of which one keeps everything and three recompute, each by another method."""
+    data = chain(4, 4, schedule="1f1b")
+    flags = [{"required": True}, {"required": True, "selective": True}, {"required": True, "by_block": True}]
+    for stage, flag in zip(data["stages"][1:], flags, strict=True):
+        stage["activation_bytes"] = 3
+        stage["recompute"] = {"activation_bytes": 1, "extra_s": 0.5, **flag}
+    return data
