@@ -239,7 +239,9 @@ class StageRunner:
         state, settings = self._state, self._settings
         loss = None
         if state.targets is not None and again is None:
-            loss = functools.partial(self._loss, microbatch=microbatch, generator_state=before_loss)
+            loss = functools.partial(self._loss, microbatch=microbatch)
+            if before_loss is not None:
+                loss = functools.partial(self._draw_from, before_loss, loss)
             if settings.weights is not None and state.weights is None and self._has_loss:
                 # workers may sum here: not while this one has the generators, for which others may wait
                 state.weights = settings.weights(state.targets)
@@ -385,15 +387,16 @@ class StageRunner:
             outputs.append(result.clone() if self._settings.is_pooled(result) else result)
         return outputs
 
-    def _loss(
-        self,
-        output: torch.Tensor | tuple[torch.Tensor, ...],
-        microbatch: int,
-        generator_state: torch.Tensor | None = None,
+    def _draw_from(
+        self, generator_state: torch.Tensor, loss: Callable[[Any], torch.Tensor], output: Any
     ) -> torch.Tensor:
-        state = self._state
-        if generator_state is not None and self._random is not None:
+        """The loss of `output`, which draws what it would draw behind the whole stage."""
+        if self._random is not None:
             self._random.go_on_from(generator_state)
+        return loss(output)
+
+    def _loss(self, output: torch.Tensor | tuple[torch.Tensor, ...], microbatch: int) -> torch.Tensor:
+        state = self._state
         weight = 1.0 if state.weights is None else state.weights[microbatch]
         if weight == 0:  # a mean of nothing is no number, and its gradient none either
             state.metrics[microbatch] = {}
