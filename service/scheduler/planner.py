@@ -27,8 +27,9 @@ from service.scheduler.auto.recomputation import (
 )
 from service.scheduler.kernels import TOLERANCE
 from service.scheduler.problem.defects import defect
-from service.scheduler.problem.spec import PipelineSpec, check_spec
-from service.scheduler.problem.timeline import Timeline
+from service.scheduler.problem.memory import keeps_memory_limits, keeps_receive_limits
+from service.scheduler.problem.spec import EdgeSpec, PipelineSpec, SpecError, check_spec
+from service.scheduler.problem.timeline import Timeline, retime
 from service.scheduler.programs.check_programs import check_programs, check_slots
 from service.scheduler.programs.codegen import compile_programs
 from service.scheduler.programs.decode import read_programs
@@ -37,7 +38,7 @@ from service.scheduler.programs.replay import Replay, replay
 from service.scheduler.schedules.registry import AUTO
 from service.scheduler.search.delays import alap_transfers
 from service.scheduler.search.origin import SEEDS, versions
-from service.scheduler.search.search import SearchResult, reaches_bound
+from service.scheduler.search.search import SEARCHED, SearchResult, reaches_bound
 from service.scheduler.search.tabu import tabu_search
 from service.scheduler.search.windows import cp_model_module
 from worker.contract.planned import recompute_method
@@ -57,12 +58,28 @@ def make_plan(
         return _proven_plan(spec, _find_timeline(spec, budget_s, expired), budget_s)
 
 
+# of the shortest makespan: plans that take longer at usual costs are not tried by their means
+_FARTHEST_ALTERNATIVE = 0.05
+_SLACK_SHARE = 0.5  # of the budget, besides it, for orders with slack
+_SLACKS = (0.15, 0.3)  # of a forward
+
+
 @dataclass(frozen=True)
 class ShorterPlan:
-    """A plan to run in place of the running one, whose programs take `running_s` at the costs of the new plan."""
+    """A plan to run in place of the running one: its makespan and that of the programs that run, at the costs of now; where
+    these vary, the means."""
 
     plan: Plan
+    planned_s: float
     running_s: float
+
+
+@dataclass(frozen=True)
+class MeanMakespans:
+    """The mean makespan of the running programs where costs vary, and what gives that of a plan (None: too long a plan)."""
+
+    running_s: float
+    mean_makespan: Callable[[Plan], float | None]
 
 
 def replan(
@@ -72,14 +89,15 @@ def replan(
     recomputed: Iterable[str] = (),
     budget_s: float,
     expired: Callable[[], bool] | None = None,
+    means: MeanMakespans | None = None,
 ) -> ShorterPlan | None:
     """A shorter plan of the same stages on the same meshes; None where none was found.
 
     `spec` has the costs as they are now, `running` are the programs that run by mesh, without buckets of gradients,
     `recomputed` the stages that recompute in them. The search starts from the running order; other orders, split or
     whole backwards and other stages that recompute are open to it where the schedule is `auto`, the order of transfers
-    where it has a name. Budget and deadline as of `make_plan`. Raises PlanError where the programs are not of this spec,
-    SpecError where nothing fits into memory.
+    where it has a name. Where costs vary, the plan with the least mean makespan (`means`) is taken. Budget and deadline
+    as of `make_plan`. Raises PlanError where the programs are not of this spec, SpecError where nothing fits into memory.
     """
     with _gc_paused():
         problem, meshes = read_programs(with_recomputation(spec, recomputed), running)
@@ -89,11 +107,83 @@ def replan(
         else:
             found = _find_timeline(spec, budget_s, expired)
         running_s = now.serialised_makespan_s
+        if means is not None:
+            slack = _orders_with_slack(spec, _SLACK_SHARE * budget_s, expired)
+            return _shortest_on_average(spec, found, slack, means, budget_s)
         if found.timeline.makespan >= running_s * (1 - TOLERANCE):
             return None
         plan = _proven_plan(spec, found, budget_s)
         shorter = plan.programs_makespan_s < running_s * (1 - TOLERANCE)
-        return ShorterPlan(plan, running_s) if shorter else None
+        return ShorterPlan(plan, plan.makespan_s, running_s) if shorter else None
+
+
+def _shortest_on_average(
+    spec: PipelineSpec,
+    found: SearchResult,
+    more: Iterable[tuple[str, Timeline]],
+    means: MeanMakespans,
+    budget_s: float,
+) -> ShorterPlan | None:
+    """The plan with the least mean makespan among the one that was found, its alternatives and `more`; None where it is no
+    shorter than that of the running programs.
+
+    The found one is the shortest at usual costs, and of those it takes the least memory; one that fills more of the memory
+    with microbatches in flight may wait less where costs vary.
+    """
+    shorter: ShorterPlan | None = None
+    near = found.timeline.makespan * (1 + _FARTHEST_ALTERNATIVE)
+    candidates = {id(found.timeline): (found.chosen, found.timeline)}
+    candidates |= {id(timeline): (name, timeline) for name, timeline in (*found.alternatives, *more)}
+    least_s = means.running_s * (1 - TOLERANCE)
+    for chosen, timeline in candidates.values():
+        if timeline.makespan > near:
+            continue
+        proven = found.proven_optimal and timeline.makespan <= found.timeline.makespan * (1 + TOLERANCE)
+        alone = replace(found, chosen=chosen, timeline=timeline, proven_optimal=proven, alternatives=())
+        try:
+            plan = _proven_plan(spec, alone, budget_s)
+        except Exception as error:
+            defect(f"a plan did not pass: {type(error).__name__}: {error}; others were tried", error)
+            continue
+        mean_s = means.mean_makespan(plan)
+        if mean_s is not None and mean_s < least_s:
+            shorter, least_s = ShorterPlan(plan, mean_s, means.running_s), mean_s * (1 - TOLERANCE)
+    return shorter
+
+
+def _orders_with_slack(
+    spec: PipelineSpec, budget_s: float, expired: Callable[[], bool] | None
+) -> Iterator[tuple[str, Timeline]]:
+    """Orders that were planned as if each tensor arrived later by a part of an action, at the costs of `spec`.
+
+    They wait for no tensor that is late by that much: where costs vary they may be shorter on average.
+    """
+    if spec.schedule != AUTO or budget_s <= 0:
+        return
+    forward_s = sum(stage.forward_s for stage in spec.stages) / len(spec.stages)
+    for slack in _SLACKS:
+        try:
+            found = plan_auto(_with_later_tensors(spec, slack * forward_s), budget_s / len(_SLACKS), expired)
+            problem = problem_with_whole_backwards(with_recomputation(spec, found.recomputed))
+            problem = problem.with_fused(found.timeline.problem.fused)
+            timeline = retime(problem, found.timeline.sequence)
+        except SpecError:
+            continue
+        if keeps_memory_limits(timeline) and keeps_receive_limits(timeline):
+            yield SEARCHED, timeline
+
+
+def _with_later_tensors(spec: PipelineSpec, seconds: float) -> PipelineSpec:
+    def later(edge: EdgeSpec) -> EdgeSpec:
+        longer = {
+            name: value + seconds
+            for name in ("forward_s", "backward_s")
+            if (value := getattr(edge, name)) is not None and value > 0
+        }
+        return edge.model_copy(update=longer)
+
+    network = spec.network.model_copy(update={"latency_s": spec.network.latency_s + seconds})
+    return spec.model_copy(update={"edges": [later(edge) for edge in spec.edges], "network": network})
 
 
 def _proven_plan(spec: PipelineSpec, found: SearchResult, budget_s: float) -> Plan:

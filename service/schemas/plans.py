@@ -106,8 +106,8 @@ class JobPlanView(BaseModel):
 
 class ReplanView(BaseModel):
     """A shorter plan of the same stages on the same meshes for a running job: `planned_s` is its makespan at measured
-    costs, `running_s` that of the programs that run, `spread_s` the deviation of the measured steps. `found` is null where
-    there is none that is clearly shorter, and `why` says so."""
+    costs, `running_s` that of the programs that run (both on average where costs vary), `spread_s` the deviation of the
+    measured steps. `found` is null where there is none that is clearly shorter, and `why` says so."""
 
     found: JobPlanView | None = None
     running_s: float | None = None

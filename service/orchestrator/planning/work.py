@@ -135,8 +135,9 @@ class RunningJob:
 def shorter_plan(expired: Callable[[], bool], running: RunningJob, budget_s: float) -> str:
     """JSON of a ReplanView: a plan of the same stages, meshes and recomputation, clearly shorter at measured costs."""
     from service.scheduler.job.plan_job import JobCosts, replan_job
-    from service.scheduler.why.calibration import calibrate, is_clearly_shorter
+    from service.scheduler.why.calibration import calibrate, is_clearly_shorter, measured_graphs
     from service.scheduler.why.measured import measured_spec, with_decided_recomputation
+    from service.scheduler.why.varied_costs import VariedCosts
     from worker.contract.job import Job
 
     body = json.loads(running.plan)
@@ -145,20 +146,26 @@ def shorter_plan(expired: Callable[[], bool], running: RunningJob, budget_s: flo
     if found is None:
         return json.dumps({"why": "no profiled step is of the plan that runs"})
     calibration, usual = found
+    spec = with_decided_recomputation(measured_spec(plan.spec, usual), plan.recomputed)
+    graphs = [graph for graph, _ in measured_graphs(plan.spec, plan.programs, plan.slots, running.steps)]
     job = Job.from_json(running.job)
     shorter = replan_job(
         job,
         JobCosts.from_json(running.costs, job),
         body,
-        with_decided_recomputation(measured_spec(plan.spec, usual), plan.recomputed),
+        spec,
         budget_s=budget_s,
         expired=expired,
+        means=VariedCosts.of(graphs, usual).mean_makespans(spec, usual, plan.recomputed),
     )
     if shorter is None:
         return json.dumps({"why": "no shorter order was found"})
-    planned_s = shorter.answer["plan"]["makespan_s"]
-    times = {"running_s": shorter.running_s, "planned_s": planned_s, "spread_s": calibration.spread_s}
-    if not is_clearly_shorter(planned_s, shorter.running_s, spread_s=calibration.spread_s):
+    times = {
+        "running_s": shorter.running_s,
+        "planned_s": shorter.planned_s,
+        "spread_s": calibration.spread_s,
+    }
+    if not is_clearly_shorter(shorter.planned_s, shorter.running_s, spread_s=calibration.spread_s):
         return json.dumps({"why": "the shorter order that was found is too near to the running one"} | times)
     return json.dumps({"found": shorter.answer} | times, allow_nan=False)
 

@@ -17,7 +17,7 @@ from service.scheduler.job.joint import JobPlan, JointSearchRequest, longest_upd
 from service.scheduler.job.network import CrossMeshAllReduce, NodeLinks, network_per_worker_pair
 from service.scheduler.job.partition import PartitionResult, partition
 from service.scheduler.job.reduces import plan_gradient_reduces
-from service.scheduler.planner import replan
+from service.scheduler.planner import MeanMakespans, replan
 from service.scheduler.problem.spec import MeshSpec, NetworkSpec, PipelineSpec, SpecError
 from service.scheduler.programs.messages import check_messages
 from service.scheduler.schedules.registry import AUTO
@@ -229,10 +229,11 @@ def _with_gradient_reduces(job: Job, costs: JobCosts, profile: LayerProfile, pla
 
 @dataclass(frozen=True)
 class JobReplan:
-    """A shorter plan of a running job: JSON of it as of `job_plan_json`, and the makespan of the programs that run,
-    `running_s`, at the same costs."""
+    """A shorter plan of a running job: JSON of it as of `job_plan_json`, its makespan and that of the programs that run, at
+    the same costs; where these vary, the means."""
 
     answer: Mapping[str, Any]
+    planned_s: float
     running_s: float
 
 
@@ -244,11 +245,13 @@ def replan_job(
     *,
     budget_s: float,
     expired: Callable[[], bool] | None = None,
+    means: MeanMakespans | None = None,
 ) -> JobReplan | None:
     """A shorter plan of the same stages on the same meshes for a running job; None where none was found.
 
     `running` is the job's plan (JSON of `job_plan_json`), `spec` its pipeline at the costs of now: those measured while
-    it ran, or those it was planned with, to search for longer. `costs` are the measurements that it was planned from.
+    it ran, or those it was planned with, to search for longer. `costs` are the measurements that it was planned from;
+    `means` are for costs that vary.
     """
     plan, names = running["plan"], [mesh.name for mesh in spec.meshes]
     programs = {mesh: with_buckets(program_from_json(p), ()).program for mesh, p in plan["programs"].items()}
@@ -258,7 +261,7 @@ def replan_job(
         # the workers share processors, which no mesh of the spec knows: split backwards take more of them
         spec = spec.model_copy(update={"split_backward": False})
     recomputed = [stage["name"] for stage in plan.get("stages", ()) if stage["recomputed"]]
-    shorter = replan(spec, programs, recomputed=recomputed, budget_s=budget_s, expired=expired)
+    shorter = replan(spec, programs, recomputed=recomputed, budget_s=budget_s, expired=expired, means=means)
     if shorter is None:
         return None
     profile = measured_profile(job, costs, spec.microbatches)
@@ -279,7 +282,7 @@ def replan_job(
         notes=tuple(running.get("planning_notes", ())),
     )
     planned = _with_gradient_reduces(job, costs, profile, planned)
-    return JobReplan({**running, **job_plan_json(planned)}, shorter.running_s)
+    return JobReplan({**running, **job_plan_json(planned)}, shorter.planned_s, shorter.running_s)
 
 
 def transfer_notes(job: Job, profile: LayerProfile, found: PartitionResult) -> tuple[str, ...]:

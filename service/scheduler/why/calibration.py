@@ -102,11 +102,8 @@ def calibrate(
 
     Steps that are of another plan, or not whole, are left out; None where no step remains.
     """
-    graphs, slots = [], []
-    for step in steps:
-        with contextlib.suppress(PlanMismatchError):
-            graphs.append(make_step_graph(spec, programs, planned, step))
-            slots.append(step)
+    pairs = measured_graphs(spec, programs, planned, steps)
+    graphs, slots = [graph for graph, _ in pairs], [step for _, step in pairs]
     if not graphs or not graphs[0].tasks:
         return None
     kinds = _tasks_by_kind(graphs[0])
@@ -145,6 +142,20 @@ def calibrate(
         delay_s=tuple(of_task[index].late_s for index in tasks),
     )
     return calibration, usual
+
+
+def measured_graphs(
+    spec: PipelineSpec,
+    programs: Mapping[str, Sequence[Mapping[str, Any]]],
+    planned: Sequence[TimedSlot],
+    steps: Sequence[Sequence[TimedSlot]],
+) -> list[tuple[StepGraph, Sequence[TimedSlot]]]:
+    """The graphs of those of the measured steps that are of this plan and whole, each with its slots."""
+    found = []
+    for step in steps:
+        with contextlib.suppress(PlanMismatchError):
+            found.append((make_step_graph(spec, programs, planned, step), step))
+    return found
 
 
 _Kinds = Mapping[Hashable, Sequence[int]]
