@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from service.scheduler.job.cut import PipelineSetup
+from service.scheduler.job.joint import JointSearchRequest, plan_jointly
 from service.scheduler.job.partition import partition
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import MeshSpec, NetworkSpec, load_spec
-from service.scheduler.why.changes import JobLayers
+from service.scheduler.why.changes import CutSearch, JobLayers
 from service.scheduler.why.explain import explain
 from service.scheduler.why.measured import CauseKind, Change, ChangeKind
 from service.scheduler.why.step_graph import make_step_graph
 from tests.service.scheduler.job.test_joint import measured as measured_layers
+from tests.service.scheduler.job.test_partition import selective_profile
 from tests.service.scheduler.specs import chain, measured
 from tests.service.scheduler.why.simulation import World, makespan, planned_step, run
+from worker.contract.planned import recompute_method
 
 LAYERS = 9
 NETWORK = NetworkSpec(contention="link", bandwidth_bytes_per_s=1e7, latency_s=1e-4)
@@ -198,3 +202,33 @@ def test_every_mesh_computes_or_is_idle_for_a_reason_through_the_whole_step():
     of_plan = next(link for link in found.planned.links if (link.source, link.target) == ("m1", "m2"))
     assert slow.transfer_s == pytest.approx(12 * of_plan.transfer_s)
     assert slow.transfers == of_plan.transfers == 8
+
+
+def recompute_kind(stage):
+    """The method by which a stage may recompute, and the bytes that it keeps then."""
+    option = stage.recompute
+    return option and (recompute_method(dict(option)), option.activation_bytes, round(option.extra_s, 9))
+
+
+@pytest.mark.parametrize(("limit", "method"), [(1500, "selective"), (500, "whole")])
+def test_other_cuts_recompute_as_the_job_does_and_its_own_cut_costs_what_it_did(limit: int, method: str):
+    profile = selective_profile()
+    profile = replace(profile, layers=tuple(replace(layer, selective_s=0.01) for layer in profile.layers))
+    meshes = [MeshSpec(name="m0", memory_bytes=limit), MeshSpec(name="m1")]
+    setup = PipelineSetup(meshes, NetworkSpec(), schedule="gpipe", recompute="auto")
+    planned = plan_jointly(
+        JointSearchRequest({8: profile}, setup, stages=[2], cut=["l0", "l2"]), budget_s=0.5
+    )
+    spec, plan = planned.partition.spec, planned.plan
+    assert recompute_method(dict(plan.stages[0])) == method and plan.stages[0].recomputed
+    slots = run(spec, plan, World())
+    step = make_step_graph(spec, planned_step(spec, plan).programs, plan.slots, slots)
+    layers = JobLayers({8: profile}, stage_starts=["l0", "l2"], recompute="auto")
+    cuts = CutSearch.of(spec, step, layers, planned_step(spec, plan).recomputed)
+    assert cuts is not None
+    for mine, priced in zip(spec.stages, cuts.priced_now.stages, strict=True):
+        assert priced.whole_backward_s == pytest.approx(mine.whole_backward_s)
+        assert len(priced.recompute_options) <= 1
+        assert recompute_kind(priced) == recompute_kind(mine)
+    moved = next(cuts.moves())
+    assert next(iter(moved.spec.stages[0].recompute_options.values())).selective == (method == "selective")
