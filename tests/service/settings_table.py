@@ -1,4 +1,4 @@
-"""Writes what is made of the fields of `Settings`: the table in service/README.md, and the names that the chart takes.
+"""Writes what is made of the fields of `Settings`: a table (service/settings/README.md), and the names that the chart takes.
 
 Run as `python -m tests.service.settings_table`; tests/service/test_readme.py and tests/deploy/test_chart.py compare.
 """
@@ -35,7 +35,9 @@ def with_table(text: str) -> str:
     """The README with the table between its markers renewed."""
     pattern = re.compile(f"{re.escape(BEGIN)}\n.*?{re.escape(END)}", re.DOTALL)
     if not pattern.search(text):
-        raise ValueError(f"service/README.md has no lines {BEGIN} and {END}: put them around its table")
+        raise ValueError(
+            f"service/settings/README.md has no lines {BEGIN} and {END}: put them around its table"
+        )
     return pattern.sub(lambda _: f"{BEGIN}\n{table()}\n{END}", text)
 
 
@@ -97,7 +99,7 @@ def _size(value: int) -> str:
 
 
 def main() -> None:
-    readme = ROOT / "service" / "README.md"
+    readme = ROOT / "service" / "settings" / "README.md"
     readme.write_text(with_table(readme.read_text()))
     CHART_SCHEMA.write_text(with_chart_settings(CHART_SCHEMA.read_text()))
 

@@ -34,8 +34,9 @@ TEXTS = {
         *(path for room in ROOMS for path in sorted((ROOT / room).rglob("README.md"))),
     )
 }
-MOST_LINES = 300
+MOST_LINES, MOST_CHARACTERS = 300, 120
 README, SERVICE, WORKER = TEXTS["README.md"], TEXTS["service/README.md"], TEXTS["worker/README.md"]
+SETTINGS = TEXTS["service/settings/README.md"]
 OPEN_ROUTES = dict.fromkeys(
     [("GET", "/healthz"), ("GET", "/readyz"), ("GET", "/metrics"), ("GET", "/api/v1/version")], "open"
 )
@@ -130,6 +131,15 @@ def test_a_readme_is_read_in_one_sitting(name: str):
 
 
 @pytest.mark.parametrize("name", TEXTS)
+def test_lines_of_text_are_narrow_but_for_what_cannot_be_broken(name: str):
+    text = re.sub(r"^```.*?^```|^\|.*?$|^<.*?$", "", TEXTS[name], flags=re.DOTALL | re.MULTILINE)
+    # a link or a piece of code in one line is no longer a line that could be narrower
+    whole = re.compile(r"\s*(?:[*-] )?(?:`[^`]*`|!?\[[^\]]*\]\([^)]*\))\S*")
+    wide = [line for line in text.splitlines() if len(line) > MOST_CHARACTERS and not whole.fullmatch(line)]
+    assert wide == []
+
+
+@pytest.mark.parametrize("name", TEXTS)
 def test_every_command_and_option_that_is_shown_exists(name: str):
     group = get_command(app)
     commands = {verb: group.get_command(None, verb) for verb in group.list_commands(None)}
@@ -184,7 +194,7 @@ def test_every_setting_that_is_named_exists(name: str):
 
 
 def test_the_table_of_settings_is_the_one_that_the_fields_give():
-    assert with_table(SERVICE) == SERVICE, "python -m tests.service.settings_table renews it"
+    assert with_table(SETTINGS) == SETTINGS, "python -m tests.service.settings_table renews it"
 
 
 def test_every_state_and_every_reason_is_explained():
