@@ -26,7 +26,7 @@ from service.scheduler.auto.recomputation import (
     with_recompute_options,
 )
 from service.scheduler.kernels import TOLERANCE
-from service.scheduler.problem.defects import defect
+from service.scheduler.problem.defects import defect, failed
 from service.scheduler.problem.memory import keeps_memory_limits, keeps_receive_limits
 from service.scheduler.problem.spec import EdgeSpec, PipelineSpec, SpecError, check_spec
 from service.scheduler.problem.timeline import Timeline, retime
@@ -60,7 +60,7 @@ def make_plan(
 
 # of the shortest makespan: plans that take longer at usual costs are not tried by their means
 _FARTHEST_ALTERNATIVE = 0.05
-_SLACK_SHARE = 0.5  # of the budget, besides it, for orders with slack
+_SLACK_SHARE = 0.3  # of the budget, for orders with slack
 _SLACKS = (0.15, 0.3)  # of a forward
 
 
@@ -102,14 +102,16 @@ def replan(
     with _gc_paused():
         problem, meshes = read_programs(with_recomputation(spec, recomputed), running)
         now = replay(problem, meshes)
+        slack_s = _SLACK_SHARE * budget_s if means is not None and spec.schedule == AUTO else 0.0
         if spec.schedule == AUTO:
-            found = plan_from_running(spec, now.timeline, frozenset(recomputed), budget_s, expired)
+            search_s = budget_s - slack_s
+            found = plan_from_running(spec, now.timeline, frozenset(recomputed), search_s, expired)
         else:
             found = _find_timeline(spec, budget_s, expired)
         running_s = now.serialised_makespan_s
         if means is not None:
-            slack = _orders_with_slack(spec, _SLACK_SHARE * budget_s, expired)
-            return _shortest_on_average(spec, found, slack, means, budget_s)
+            others = [*found.alternatives, *_orders_with_slack(spec, found.recomputed, slack_s, expired)]
+            return _shortest_on_average(spec, replace(found, alternatives=tuple(others)), means, budget_s)
         if found.timeline.makespan >= running_s * (1 - TOLERANCE):
             return None
         plan = _proven_plan(spec, found, budget_s)
@@ -118,14 +120,10 @@ def replan(
 
 
 def _shortest_on_average(
-    spec: PipelineSpec,
-    found: SearchResult,
-    more: Iterable[tuple[str, Timeline]],
-    means: MeanMakespans,
-    budget_s: float,
+    spec: PipelineSpec, found: SearchResult, means: MeanMakespans, budget_s: float
 ) -> ShorterPlan | None:
-    """The plan with the least mean makespan among the one that was found, its alternatives and `more`; None where it is no
-    shorter than that of the running programs.
+    """The plan with the least mean makespan among the one that was found and its alternatives; None where it is no shorter
+    than that of the running programs.
 
     The found one is the shortest at usual costs, and of those it takes the least memory; one that fills more of the memory
     with microbatches in flight may wait less where costs vary.
@@ -133,7 +131,7 @@ def _shortest_on_average(
     shorter: ShorterPlan | None = None
     near = found.timeline.makespan * (1 + _FARTHEST_ALTERNATIVE)
     candidates = {id(found.timeline): (found.chosen, found.timeline)}
-    candidates |= {id(timeline): (name, timeline) for name, timeline in (*found.alternatives, *more)}
+    candidates |= {id(timeline): (name, timeline) for name, timeline in found.alternatives}
     least_s = means.running_s * (1 - TOLERANCE)
     for chosen, timeline in candidates.values():
         if timeline.makespan > near:
@@ -152,22 +150,28 @@ def _shortest_on_average(
 
 
 def _orders_with_slack(
-    spec: PipelineSpec, budget_s: float, expired: Callable[[], bool] | None
+    spec: PipelineSpec, recomputed: Sequence[str], budget_s: float, expired: Callable[[], bool] | None
 ) -> Iterator[tuple[str, Timeline]]:
-    """Orders that were planned as if each tensor arrived later by a part of an action, at the costs of `spec`.
+    """Plan as if each tensor arrived later by a part of an action; yields the orders at the costs of `spec`, of plans in
+    which the stages `recomputed` recompute.
 
     They wait for no tensor that is late by that much: where costs vary they may be shorter on average.
     """
-    if spec.schedule != AUTO or budget_s <= 0:
+    if budget_s <= 0:
         return
     forward_s = sum(stage.forward_s for stage in spec.stages) / len(spec.stages)
     for slack in _SLACKS:
         try:
             found = plan_auto(_with_later_tensors(spec, slack * forward_s), budget_s / len(_SLACKS), expired)
-            problem = problem_with_whole_backwards(with_recomputation(spec, found.recomputed))
+            if tuple(found.recomputed) != tuple(recomputed):
+                continue
+            problem = problem_with_whole_backwards(with_recomputation(spec, recomputed))
             problem = problem.with_fused(found.timeline.problem.fused)
             timeline = retime(problem, found.timeline.sequence)
         except SpecError:
+            continue
+        except Exception as error:
+            failed("planning with slack", error)
             continue
         if keeps_memory_limits(timeline) and keeps_receive_limits(timeline):
             yield SEARCHED, timeline
