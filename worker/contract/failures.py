@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import mmap
 import os
 import re
+import struct
 import tempfile
+import threading
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -177,16 +180,20 @@ def as_failure(error: BaseException, reason: Reason) -> AttemptFailure:
     return AttemptFailure(reason, message, "".join(traceback.format_exception(error)))
 
 
-_ACTION_BYTES = 256
+_HEAD = struct.Struct("<QQ")  # of a slot: the thread that left it, and when, by count
+_SLOT_BYTES, _SLOTS = 256, 16  # threads beyond so many share slots
 _MAX_STACK_LINES = 40
 _breadcrumb_map: mmap.mmap | None = None
 _breadcrumb_file = -1  # open as long as the process lives: its faulthandler writes there
+_slot_of_thread: dict[int, int] = {}
+_breadcrumbs = itertools.count(1)
 
 
 @dataclass(frozen=True)
 class CrashReport:
-    """The last traces of a process that is gone: the action it was in ("" between two), the signal as Python calls it, where
-    it had come through native code (None otherwise), and the Python stack there."""
+    """The last traces of a process that is gone: the action it was in ("" between two), of the thread that died or else the
+    one begun last; the signal as Python calls it, where it had come through native code (None otherwise), and the Python
+    stack there."""
 
     action: str
     signal: str | None
@@ -196,22 +203,27 @@ class CrashReport:
 def start_breadcrumbs() -> None:
     """From now on keep what this process does; called once, by a process that somebody may look for."""
     global _breadcrumb_map, _breadcrumb_file
+    _slot_of_thread.clear()
     place = _breadcrumb_path(os.getpid())
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     try:
         _breadcrumb_file = os.open(place, flags, 0o600)
-        os.write(_breadcrumb_file, bytes(_ACTION_BYTES))
-        _breadcrumb_map = mmap.mmap(_breadcrumb_file, _ACTION_BYTES)
+        os.write(_breadcrumb_file, bytes(_SLOTS * _SLOT_BYTES))
+        _breadcrumb_map = mmap.mmap(_breadcrumb_file, _SLOTS * _SLOT_BYTES)
     except OSError:  # a full disk, say: nothing depends on it
         _breadcrumb_map = None
         return
-    faulthandler.enable(file=_breadcrumb_file, all_threads=False)
+    faulthandler.enable(file=_breadcrumb_file)  # of all threads: only so it names the one that died
 
 
 def leave_breadcrumb(action: str) -> None:
-    """This process begins `action`; "" when it has ended. Nothing where `begin` was not called."""
-    if _breadcrumb_map is not None:
-        _breadcrumb_map[:] = action.encode(errors="replace")[:_ACTION_BYTES].ljust(_ACTION_BYTES, b"\0")
+    """This thread begins `action`; "" when it has ended. Nothing where `start_breadcrumbs` was not called."""
+    if _breadcrumb_map is None:
+        return
+    thread = threading.get_ident()
+    begin = _slot_of_thread.setdefault(thread, len(_slot_of_thread) % _SLOTS) * _SLOT_BYTES
+    slot = _HEAD.pack(thread, next(_breadcrumbs)) + action.encode(errors="replace")
+    _breadcrumb_map[begin : begin + _SLOT_BYTES] = slot[:_SLOT_BYTES].ljust(_SLOT_BYTES, b"\0")
 
 
 def read_crash_report(process_id: int) -> CrashReport | None:
@@ -220,11 +232,19 @@ def read_crash_report(process_id: int) -> CrashReport | None:
         content = _breadcrumb_path(process_id).read_bytes()
     except OSError:
         return None
-    action = content[:_ACTION_BYTES].rstrip(b"\0").decode(errors="replace")
-    lines = content[_ACTION_BYTES:].decode(errors="replace").splitlines()[:_MAX_STACK_LINES]
-    signal = re.match(r"Fatal Python error: (.*)", lines[0]) if lines else None
-    stack = "\n".join(line for line in lines if not line.startswith("Extension modules"))
-    return CrashReport(action, None if signal is None else signal[1].strip(), stack)
+    actions: list[tuple[int, int, str]] = []  # count, thread, action
+    for begin in range(0, _SLOTS * _SLOT_BYTES, _SLOT_BYTES):
+        slot = content[begin : begin + _SLOT_BYTES].ljust(_HEAD.size, b"\0")
+        thread, count = _HEAD.unpack_from(slot)
+        actions.append((count, thread, slot[_HEAD.size :].rstrip(b"\0").decode(errors="replace")))
+    dump = content[_SLOTS * _SLOT_BYTES :].decode(errors="replace")
+    signal = re.match(r"Fatal Python error: (.*)", dump)
+    died = re.search(r"^Current thread 0x([0-9a-f]+).*?(?=^\S|\Z)", dump, re.MULTILINE | re.DOTALL)
+    lines = [*dump.splitlines()[:1], *(died[0].strip().splitlines() if died is not None else ())]
+    stack = "\n".join(lines[:_MAX_STACK_LINES])
+    own = [action for _, thread, action in actions if died is not None and thread == int(died[1], 16)]
+    begun = [action for _, _, action in sorted(actions) if action]
+    return CrashReport((own or begun[-1:] or [""])[0], None if signal is None else signal[1].strip(), stack)
 
 
 def remove_crash_report(process_id: int) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from worker.actor.actor import engine_failure
+from worker.contract import failures
 from worker.contract.failures import as_failure, first_cause
 from worker.contract.reasons import Cause, Reason
 from worker.engine.results import StageError
@@ -79,3 +84,37 @@ def test_a_fault_goes_before_what_other_workers_make_of_it():
         as_failure(ValueError("x"), Reason.SLOT_STALLED),
     ]
     assert first_cause(of_worker[::-1]).reason is Reason.ACCELERATOR_FAILED
+
+
+TWO_THREADS = """
+import ctypes, os, signal, sys, threading
+from worker.contract import failures
+failures.start_breadcrumbs()
+ready, go = threading.Event(), threading.Event()
+def stage():
+    failures.leave_breadcrumb("1F3 of step 5")
+    ready.set()
+    go.wait()
+    if sys.argv[1] == "native": ctypes.string_at(0)
+    if sys.argv[1] == "between": failures.leave_breadcrumb(""); ctypes.string_at(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+other = threading.Thread(target=stage)
+other.start()
+ready.wait()
+failures.leave_breadcrumb("0B0 of step 5")
+go.set()
+other.join()
+"""
+
+
+@pytest.mark.parametrize(
+    ("death", "action"), [("native", "1F3 of step 5"), ("between", ""), ("killed", "0B0 of step 5")]
+)
+def test_of_several_threads_the_action_is_that_of_the_one_that_died_and_else_the_last_begun(death, action):
+    process = subprocess.Popen([sys.executable, "-c", TWO_THREADS, death], cwd=Path(__file__).parents[3])
+    assert process.wait(60) != 0
+    report = failures.read_crash_report(process.pid)
+    failures.remove_crash_report(process.pid)
+    assert report.action == action
+    assert (report.signal == "Segmentation fault") == (death != "killed")
+    assert ("in stage" in report.stack) == (death != "killed")
