@@ -111,7 +111,8 @@ def replan(
         running_s = now.serialised_makespan_s
         if means is not None:
             others = [*found.alternatives, *_orders_with_slack(spec, found.recomputed, slack_s, expired)]
-            return _shortest_on_average(spec, replace(found, alternatives=tuple(others)), means, budget_s)
+            found = replace(found, alternatives=tuple(others))
+            return _shortest_on_average(spec, found, means, budget_s, expired)
         if found.timeline.makespan >= running_s * (1 - TOLERANCE):
             return None
         plan = _proven_plan(spec, found, budget_s)
@@ -120,7 +121,11 @@ def replan(
 
 
 def _shortest_on_average(
-    spec: PipelineSpec, found: SearchResult, means: MeanMakespans, budget_s: float
+    spec: PipelineSpec,
+    found: SearchResult,
+    means: MeanMakespans,
+    budget_s: float,
+    expired: Callable[[], bool] | None,
 ) -> ShorterPlan | None:
     """The plan with the least mean makespan among the one that was found and its alternatives; None where it is no shorter
     than that of the running programs.
@@ -136,6 +141,8 @@ def _shortest_on_average(
     for chosen, timeline in candidates.values():
         if timeline.makespan > near:
             continue
+        if timeline is not found.timeline and expired is not None and expired():
+            break
         proven = found.proven_optimal and timeline.makespan <= found.timeline.makespan * (1 + TOLERANCE)
         alone = replace(found, chosen=chosen, timeline=timeline, proven_optimal=proven, alternatives=())
         try:

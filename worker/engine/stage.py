@@ -249,9 +249,8 @@ class StageRunner:
         products = contextlib.nullcontext() if taking is None else self._products.taking(taking)
         if again is not None and again.products is not None:
             products = self._products.keeping(again.products)
-        elif (
-            again is not None and again.blocks is not None
-        ):  # which of their inputs take a gradient, its graph tells
+        elif again is not None and again.blocks is not None:
+            # a graph of it tells which inputs of blocks take a gradient
             run_module = functools.partial(
                 self._blocks.run, kept=again.blocks, model_outputs=self._wiring.model_outputs
             )

@@ -135,19 +135,20 @@ class RunningJob:
 def shorter_plan(expired: Callable[[], bool], running: RunningJob, budget_s: float) -> str:
     """JSON of a ReplanView: a plan of the same stages, meshes and recomputation, clearly shorter at measured costs."""
     from service.scheduler.job.plan_job import JobCosts, replan_job
-    from service.scheduler.why.calibration import calibrate, is_clearly_shorter, measured_graphs
+    from service.scheduler.why.calibration import calibrate_steps, is_clearly_shorter, measured_graphs
     from service.scheduler.why.measured import measured_spec, with_decided_recomputation
     from service.scheduler.why.varied_costs import VariedCosts
     from worker.contract.job import Job
 
     body = json.loads(running.plan)
     plan, _ = _read_planned_step(body)
-    found = calibrate(plan.spec, plan.programs, plan.slots, running.steps)
+    measured = measured_graphs(plan.spec, plan.programs, plan.slots, running.steps)
+    found = calibrate_steps(measured)
     if found is None:
         return json.dumps({"why": "no profiled step is of the plan that runs"})
     calibration, usual = found
     spec = with_decided_recomputation(measured_spec(plan.spec, usual), plan.recomputed)
-    graphs = [graph for graph, _ in measured_graphs(plan.spec, plan.programs, plan.slots, running.steps)]
+    varied = VariedCosts.of([graph for graph, _ in measured], usual)
     job = Job.from_json(running.job)
     shorter = replan_job(
         job,
@@ -156,7 +157,7 @@ def shorter_plan(expired: Callable[[], bool], running: RunningJob, budget_s: flo
         spec,
         budget_s=budget_s,
         expired=expired,
-        means=VariedCosts.of(graphs, usual).mean_makespans(spec, usual, plan.recomputed),
+        means=varied.mean_makespans(spec, usual, plan.recomputed),
     )
     if shorter is None:
         return json.dumps({"why": "no shorter order was found"})

@@ -113,6 +113,11 @@ class CutProblem:
             sizes.append(max(0, total))
         return sizes
 
+    def saved_input_bytes(self, layer: int) -> int:
+        """Bytes that a layer saves for its backward of tensors that earlier layers made."""
+        saved = (self.tensors[index] for index in self._saved_by_layer[layer])
+        return sum(tensor.size for tensor in saved if tensor.source < layer)
+
     @cached_property
     def _saved_by_layer(self) -> list[list[int]]:
         rows: list[list[int]] = [[] for _ in self.profile.layers]

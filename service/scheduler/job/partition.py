@@ -302,15 +302,18 @@ def _recompute_options(
         rematerialised_bytes=max(0, activation_bytes - saved) + 2 * updated,
         required=required,
     )
+    if recompute == "by_block":
+        by_block = _by_block_option(problem, whole, layers, updated)
+        return {"recompute": by_block} if by_block.activation_bytes < activation_bytes else {}
+    if required and recompute != "selective":
+        return {"recompute": whole}
+    if not required and whole.activation_bytes >= activation_bytes:
+        return {}
     selective = _selective_option(whole, here, activation_bytes - saved + 2 * updated)
-    by_block = _by_block_option(problem, whole, layers, updated)
-    if recompute in ("selective", "by_block"):
-        option = by_block if recompute == "by_block" else selective
-        saves = option is None or option.activation_bytes < activation_bytes
-        return {"recompute": option or whole} if saves else {}
-    if required or whole.activation_bytes >= activation_bytes:
-        return {"recompute": whole} if required else {}
-    options = {"recompute": whole}
+    if recompute == "selective":
+        saves = selective is None or selective.activation_bytes < activation_bytes
+        return {"recompute": selective or whole} if saves else {}
+    options, by_block = {"recompute": whole}, _by_block_option(problem, whole, layers, updated)
     if selective and selective.activation_bytes < activation_bytes and selective.extra_s < whole.extra_s:
         options["recompute_selectively"] = selective
     # with one microbatch in flight it has to need less, as with several it keeps more; a block is not compiled
@@ -361,8 +364,7 @@ def _by_block_option(
     most, waiting, gone = 0, 0, 0
     for number in range(end - 1, first - 1, -1):
         cost = problem.profile.layers[number]
-        read = sum(t.size for t in problem.tensors if t.source < number and number in t.saved_at)
-        most = max(most, cost.activation_bytes - read + waiting - gone)
+        most = max(most, cost.activation_bytes - problem.saved_input_bytes(number) + waiting - gone)
         gone += read_first.get(number, 0)
         waiting += cost.weight_stash_bytes if _may_split(problem.setup) else 0
     return whole.model_copy(

@@ -102,8 +102,14 @@ def calibrate(
 
     Steps that are of another plan, or not whole, are left out; None where no step remains.
     """
-    pairs = measured_graphs(spec, programs, planned, steps)
-    graphs, slots = [graph for graph, _ in pairs], [step for _, step in pairs]
+    return calibrate_steps(measured_graphs(spec, programs, planned, steps))
+
+
+def calibrate_steps(
+    measured: Sequence[tuple[StepGraph, Sequence[TimedSlot]]],
+) -> tuple[Calibration, StepGraph] | None:
+    """The calibration of a plan by the graphs and slots of its measured steps; see `calibrate`."""
+    graphs, slots = [graph for graph, _ in measured], [step for _, step in measured]
     if not graphs or not graphs[0].tasks:
         return None
     kinds = _tasks_by_kind(graphs[0])
