@@ -150,12 +150,13 @@ CHECK_LIMIT_S = 420.0
 @dataclass(frozen=True)
 class JobProblem:
     """`field` of a job is wrong, and an attempt would end for `reason`. `local`: the machine lacks something that another
-    may have, a file say."""
+    may have, a file say. `details`: the traceback of what the job's own code raised, else ""."""
 
     field: str
     message: str
     reason: str
     local: bool = False
+    details: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         return f"{self.field}: {self.message}"

@@ -159,7 +159,8 @@ class Trainer:
             self._reporter.event("check", note)
         if check.problems:
             message = "; ".join(map(str, check.problems))
-            raise AttemptFailure(Reason(check.problems[0].reason), message)
+            details = "\n".join(problem.details for problem in check.problems if problem.details)
+            raise AttemptFailure(Reason(check.problems[0].reason), message, details)
         self._launch.end_phase("check the job")
 
     def _place(self) -> None:

@@ -18,6 +18,7 @@ import re
 import resource
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
@@ -58,6 +59,7 @@ _FURTHER_MICROBATCHES = 4
 _FURTHER_LIMIT_S = 10.0
 """Of so many microbatches of the first step the shapes are compared, as far as they are read in this time."""
 _NICENESS = 10
+_MAX_DETAILS = 8000  # characters
 _PR_SET_PDEATHSIG = 1
 _SECTIONS = ("model", "data", "loss", "optimizer", "training", "evaluation", "tracking")
 _ERROR_CLASS = re.compile(r"^(FactoryError|ModelError|ValueError|RuntimeError): ")
@@ -176,7 +178,7 @@ class Findings:
                 if prefix := _FIELD_PREFIX.match(text):
                     field_name, text = prefix[1], text.removeprefix(prefix[0])
                 local = any(isinstance(cause, OSError) for cause in chain)
-                self.problems.append(JobProblem(field_name, text, str(reason), local))
+                self.problems.append(JobProblem(field_name, text, str(reason), local, _details(error)))
             self.may_differ_for_real |= type(error) is not ModelError
 
 
@@ -187,6 +189,20 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
+
+
+def _details(error: BaseException) -> str:
+    """The traceback of what `error` was raised from, unless all of it is in words of this package's own; the end of it."""
+    while before := error.__cause__ or (None if _is_first(error) else error.__context__):
+        error = before
+    if isinstance(error, ModelError | AttemptFailure):
+        return ""
+    return "".join(traceback.format_exception(error))[-_MAX_DETAILS:]
+
+
+def _is_first(error: BaseException) -> bool:
+    """True if what `error` came from was hidden on purpose; `as_failure` hides only what it repeats."""
+    return error.__suppress_context__ and not isinstance(error, AttemptFailure)
 
 
 def _text(error: BaseException) -> str:

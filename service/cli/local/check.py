@@ -193,8 +193,12 @@ def _check_places(job: dict[str, Any], folder: Path | None) -> None:
 
 
 def check_text(result: JobCheck) -> str:
-    """One line for each thing that is wrong, or that was built or read."""
-    lines = [f"wrong  {problem}{_LOCAL if problem.local else ''}" for problem in result.problems]
+    """One line for each thing that is wrong, with the traceback of what the job's own code raised, or that was built or
+    read."""
+    lines = []
+    for problem in result.problems:
+        lines.append(f"wrong  {problem}{_LOCAL if problem.local else ''}")
+        lines += [f"       {line}" for line in problem.details.splitlines()]
     return "\n".join([*lines, *(f"ok     {text}" for text in result.checked)])
 
 

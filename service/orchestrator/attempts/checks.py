@@ -168,6 +168,10 @@ class JobChecks:
                 for note in answer.check.notes:
                     add_event(session, job, "check", note, at=at)
                 if problems := answer.check.problems:
+                    for problem in problems:
+                        if problem.details:
+                            raised = f"{problem.field}: {problem.details}"
+                            add_event(session, job, "check_traceback", raised, at=at)
                     message = "; ".join(map(str, problems))
                     move_job(
                         session,

@@ -58,6 +58,10 @@ def test_factories_are_checked_with_the_jobs_own_code_and_the_exit_code_says_the
     result = run("check", right, "--json", "--set", "model.args={widht: 3}", "--set", "loss.args.wieght=1")
     assert result.code == 1
     assert [problem["field"] for problem in result.json["problems"]] == ["model.args", "loss.args"]
+    (source / "raises.py").write_text("def build(width):\n    return 1 / 0\n")
+    result = run("check", right, "--set", "model.factory=raises:build")
+    where = result.out.index('raises.py", line 2, in build')
+    assert result.out.index("wrong  model: ") < where < result.out.index("ok     data: "), result.out
     result = run("check", right, "--set", "model.factory=own:build")
     assert (
         result.code == 0 and "model.factory was not checked, as code.pip is not installed here" in result.err

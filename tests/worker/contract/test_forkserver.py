@@ -132,6 +132,23 @@ def test_a_program_ends_as_it_does_by_itself(server, ending):
     assert server.run(path) == server.run(path, forks=False)
 
 
+def test_a_program_logs_as_it_sets_up_and_masks_its_secrets(server):
+    """As drivers do: a logger that had its handlers from the server would show what the program hides."""
+    path = server.program(
+        """
+        import logging
+        from worker.contract.logs import mask_output, set_up_logging
+        mask = mask_output()
+        set_up_logging(level="INFO", log_format="json")
+        mask.hide(["hunter2-and-more"])
+        logging.getLogger("a.driver").info("told hunter2-and-more")
+        """
+    )
+    forked, plain = (json.loads(server.run(path, forks=forks)[2]) for forks in (True, False))
+    assert forked["message"] == plain["message"] == "told ***"
+    assert forked.keys() == plain.keys() and forked["logger"] == "a.driver"
+
+
 def test_an_error_has_its_traceback(server):
     path = server.program("def broken():\n    raise ValueError('wrong')\nbroken()\n")
     code, out, error = server.run(path)

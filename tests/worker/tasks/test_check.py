@@ -202,12 +202,15 @@ def test_all_that_is_wrong_is_told_at_once_with_field_value_and_way_out(checks):
     assert "did you mean Points?" in evaluation.message
     assert {model.reason, loss.reason, schedule.reason} == {"MODEL_BUILD_FAILED"}
     assert evaluation.reason == "DATA_FAILED"
+    assert data.details.startswith("Traceback") and "worker/examples/text.py" in data.details
+    assert [one.details for one in (model, loss, schedule, evaluation)] == [""] * 4, "said in full"
 
 
 def test_a_missing_file_is_a_problem_of_this_machine(checks):
     (problem,) = checks["no file"].problems
     assert "FileNotFoundError: no text in '/nowhere/text'" in problem.message
     assert "give data.args.path a file or a folder" in problem.message
+    assert "in __init__" in problem.details and "FileNotFoundError: no text in" in problem.details
     assert (problem.field, problem.reason, problem.local) == ("data", "DATA_FAILED", True)
     assert not any(problem.local for problem in checks["no model"].problems)
 

@@ -294,12 +294,22 @@ def _end(code: int) -> NoReturn:
     os._exit(code)
 
 
+def _log_to_stderr() -> None:
+    """Log the server's own lines. The root logger stays as it is: what a process finds there it keeps, where it would log
+    in its own format and have its secrets masked."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
+
 def main() -> NoReturn:
     """Serve at the abstract socket that SLOTLINE_FORKSERVER names; in a forked process, run its request.
 
     The modules of the command line must keep nothing of the environment that differs from process to process: Ray does.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    _log_to_stderr()
     own = dict(os.environ)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind("\0" + own[SERVER_VARIABLE])

@@ -36,6 +36,7 @@ from worker.contract.tasks import (
 )
 
 PASSED = JobCheck(checked=("model: GPT with 12 parameters", "loss: torch.nn.functional:cross_entropy"))
+RAISED = JobProblem("data", "KeyError: 3", "DATA_FAILED", details='File "own.py", line 2')
 TYPO = JobCheck(problems=(JobProblem("model.factory", "there is no module 'gtp'", "MODEL_BUILD_FAILED"),))
 
 
@@ -116,6 +117,14 @@ async def test_a_wrong_job_ends_while_another_holds_every_accelerator(world: Che
     assert (job.job_state, job.reason) == (JobState.FAILED, Reason.MODEL_BUILD_FAILED)
     assert job.message == "model.factory: there is no module 'gtp'"
     assert job.attempts_made == 0 and (await world.job(running)).job_state is JobState.RUNNING
+
+
+async def test_the_traceback_of_what_a_jobs_code_raised_is_in_its_events(world: CheckedWorld):
+    job_id = await world.submit()
+    await world.until_checks(1)
+    await world.answer(world.checks[0], JobCheck(problems=(RAISED, *TYPO.problems)))
+    assert (await world.job(job_id)).message == "data: KeyError: 3; model.factory: there is no module 'gtp'"
+    assert await world.messages(job_id, "check_traceback") == ['data: File "own.py", line 2']
 
 
 async def test_a_job_without_problems_starts_and_says_what_was_checked(world: CheckedWorld):
