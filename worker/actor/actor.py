@@ -642,13 +642,18 @@ def engine_failure(error: EngineError) -> AttemptFailure:
 def out_of_memory_failure(
     failure: AttemptFailure, mesh: str, device: str, planned_bytes: int | None, peak_bytes: int
 ) -> OutOfMemoryFailure:
-    """`failure` of a worker of `mesh` that ran out of memory, with planned and seen bytes."""
+    """`failure` of a worker of `mesh` that ran out of memory, with planned and seen bytes; in its details what torch's
+    allocator holds."""
+    details = failure.details
+    if device == "cuda":
+        with contextlib.suppress(Exception):  # a device that is out of memory may answer nothing
+            details = f"{details}\n{torch.cuda.memory_summary(abbreviated=True)}"
     planned = "an unknown number of" if planned_bytes is None else f"{planned_bytes:,}"
     way = "allocated by torch" if device == "cuda" else "resident in its process"
     return OutOfMemoryFailure(
         f"{failure.message}; mesh {mesh} was planned with {planned} bytes and had come to "
         f"{peak_bytes:,} bytes ({way})",
-        failure.details,
+        details,
         mesh,
         peak_bytes + min(requested_bytes(failure.message), peak_bytes),
     )

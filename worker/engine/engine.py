@@ -501,7 +501,11 @@ class Engine:
         return self.runners[spot.stage].check_forward(spot)
 
     def _warm_up(self, step, inputs, targets) -> None:
-        snapshot = StateSnapshot([module for module, _ in self.stages.values()], self._update.optimizer)
+        snapshot = StateSnapshot(
+            [module for module, _ in self.stages.values()],
+            self._update.optimizer,
+            skips=self._update.can_skip,
+        )
         for buffer in self._buffers.tensors:  # what stands there may be no number, or no index of any table
             buffer.zero_()
         inputs, targets = batch_on_device(inputs, targets, self._device)

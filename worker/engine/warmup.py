@@ -3,8 +3,9 @@
 CUDA loads kernels when they are first used, and loading waits for the device: behind a receive that spins for
 its sender it would wait for ever. cuBLAS and cuDNN handles, their workspaces and the allocator's blocks belong
 to a thread or a stream. So the program itself runs, on the threads and lanes of the step, REDUCE and STEP too:
-only transfers are muted. Parameters, buffers, optimizer state and RNG states are snapshotted in host memory and
-restored to the bit. Must not know lanes.
+only transfers are muted. What it changes is snapshotted in host memory and restored to the bit: RNG states, the
+buffers that a stage updates, and parameters and optimizer state where the optimizer cannot be told to leave them as
+they are. Must not know lanes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from worker.model.opaque.call import opaque_calls
 from worker.model.rng import RNG_LOCK
 
 
@@ -33,15 +35,26 @@ class _TensorCopy:
 
 
 class StateSnapshot:
-    """A copy of parameters, buffers, optimizer state and all RNG states, to be restored later."""
+    """A copy of what a dry run of stages changes, to be restored later: their tensors, and all RNG states.
 
-    def __init__(self, modules: Iterable[nn.Module], optimizer: torch.optim.Optimizer | None):
+    With `skips` the optimizer's step leaves parameters and state as they are, and there is no copy of either.
+    """
+
+    def __init__(
+        self, modules: Iterable[nn.Module], optimizer: torch.optim.Optimizer | None, *, skips: bool = False
+    ):
         self._optimizer = optimizer
-        self._tensors = [
-            _snapshot(t) for module in modules for t in (*module.parameters(), *module.buffers())
-        ]
+        changed = itertools.chain.from_iterable(map(_changed_by_forward, modules))
+        stepped = (
+            parameter
+            for group in (optimizer.param_groups if optimizer is not None and not skips else ())
+            for parameter in group["params"]
+        )
+        tensors = {id(tensor): tensor for tensor in (*changed, *stepped)}
+        self._tensors = [_snapshot(tensor) for tensor in tensors.values()]
         if optimizer is not None:
-            self._state = {key: _snapshot(entry) for key, entry in optimizer.state.items()}
+            kept = copy.copy if skips else _snapshot
+            self._state = {key: kept(entry) for key, entry in optimizer.state.items()}
             self._groups = [
                 {key: _snapshot(value) for key, value in group.items() if key != "params"}
                 for group in optimizer.param_groups
@@ -79,6 +92,15 @@ class StateSnapshot:
             parameters = group["params"]
             group.clear()
             group.update({"params": parameters, **{key: _restore(value) for key, value in saved.items()}})
+
+
+def _changed_by_forward(module: nn.Module) -> Iterable[Tensor]:
+    """The tensors of a stage that its forward may change: the buffers that a trace names, which has it change no parameter,
+    and everything where there is no trace to ask or it calls a module as it is."""
+    updated = getattr(module, "updated_buffers", None)
+    if updated is None or opaque_calls(module):
+        return (*module.parameters(), *module.buffers())
+    return [module.get_buffer(name) for name in updated]
 
 
 def _snapshot(value: Any) -> Any:

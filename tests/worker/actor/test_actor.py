@@ -15,7 +15,7 @@ from tests.reference import accumulate
 from tests.tiers import some_by_day
 from tests.worker.workers import LeavesCycles, Workers
 from worker.actor import model_host
-from worker.actor.actor import Worker
+from worker.actor.actor import Worker, out_of_memory_failure
 from worker.checkpoint import format as checkpoint_format
 from worker.contract.failures import AttemptFailure, OutOfMemoryFailure
 from worker.contract.job import Job
@@ -312,6 +312,20 @@ def test_memory_that_runs_out_in_an_action_is_told_with_the_bytes_that_were_plan
     assert "torch.empty" in failure.details
     copy = pickle.loads(pickle.dumps(failure))
     assert (copy.reason, copy.mesh, copy.seen_bytes) == (failure.reason, "m1", failure.seen_bytes)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_on_a_gpu_the_details_have_what_torchs_allocator_holds(answers, monkeypatch):
+    def summary(abbreviated):
+        if not answers:
+            raise RuntimeError("CUDA error: out of memory")
+        return "Allocated memory 79 GiB"
+
+    monkeypatch.setattr("torch.cuda.memory_summary", summary)
+    failure = AttemptFailure(Reason.OUT_OF_MEMORY, "CUDA out of memory", "in forward")
+    told = out_of_memory_failure(failure, "m0", "cuda", 5, 7)
+    assert told.details == "in forward" + "\nAllocated memory 79 GiB" * answers
+    assert out_of_memory_failure(failure, "m0", "cpu", 5, 7).details == "in forward"
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """What happens before the first slot: kernels warmed, limits derived."""
 
 import copy
+import functools
 import random
 import threading
 
@@ -8,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from tests.worker.engine.engine_support import LocalPipeline, Plain, batch, chain, serial_programs, skips
 from tests.worker.engine.lanes.test_cuda import CudaPipeline
 from worker.contract.program import Instruction
+from worker.engine import warmup
 from worker.engine.actions import Actions
 from worker.engine.results import SlotLimits, StageError, slot_limits
 from worker.transport.base import EngineError
@@ -25,6 +28,13 @@ def dropping():
     graph = chain(4, dropout=0.3)
     graph.stages[2].lin = nn.Sequential(graph.stages[2].lin, nn.BatchNorm1d(6, dtype=torch.float64))
     graph.stages[2].original_names = {n: f"2.{n}" for n in graph.stages[2].state_dict()}
+    return named(graph)
+
+
+def named(graph):
+    """The stages of `graph` with the buffers that they update named, as by a trace."""
+    for stage in graph.stages:
+        stage.updated_buffers = tuple(name for name, _ in stage.named_buffers())
     return graph
 
 
@@ -44,7 +54,12 @@ class Counter(torch.optim.SGD):
         return super().step(closure)
 
 
-OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": Counter}
+OPTIMIZERS = {
+    "adamw": torch.optim.AdamW,
+    "sgd": Counter,
+    "fused": functools.partial(torch.optim.AdamW, fused=True),  # skips by itself
+    "fused momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
+}
 
 
 def same(a, b):
@@ -175,6 +190,55 @@ def test_a_stage_that_raises_while_warming_up_is_named():
             pipeline.engines["m1", 0].warm_up(0, *batch(2))
         with pytest.raises(EngineError, match="ended before"):
             pipeline.engines["m1", 0].run_step(0, *batch(2))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "fused"])
+def test_workers_that_share_an_optimizer_warm_up_without_a_trace(optimizer):
+    graph, meshes = named(chain(4)), ["m0"] * 4
+    states = []
+    for warm in (False, True):
+        with LocalPipeline(
+            graph,
+            meshes,
+            serial_programs(graph, meshes, 2),
+            2,
+            optimizer=OPTIMIZERS[optimizer],
+            workers=2,
+            sharded=("m0",),
+        ) as pipeline:
+            for step in range(2):
+                if warm:
+                    pipeline.each(lambda key, engine, step=step: engine.warm_up(step, *batch(2)))
+                pipeline.step(step, [batch(2, seed=step + 7 * worker) for worker in range(2)])
+            states.append(copy.deepcopy(pipeline.each(lambda key, engine: engine.state())))
+    assert same(*states)
+
+
+@pytest.mark.parametrize(("optimizer", "copied"), [("adamw", "all"), ("fused", "buffers")])
+def test_what_a_step_can_leave_as_it_is_is_not_copied(optimizer, copied, monkeypatch):
+    """Host memory of a node: parameters and optimizer state of all its GPUs were there twice while they warmed up."""
+    graph = chain(4)
+    for stage in graph.stages:
+        stage.register_buffer("calls", torch.zeros(3))
+    named(graph)
+    for stage in graph.stages:
+        stage.register_buffer("constant", torch.zeros(1000))
+    snapshots = []
+    taken = warmup.StateSnapshot.__init__
+    monkeypatch.setattr(
+        warmup.StateSnapshot, "__init__", lambda self, *a, **k: snapshots.append(self) or taken(self, *a, **k)
+    )
+    with LocalPipeline(
+        graph, ["m0"] * 4, serial_programs(graph, ["m0"] * 4, 2), 2, optimizer=OPTIMIZERS[optimizer]
+    ) as pipeline:
+        pipeline.step(0, [batch(2)])  # as after a resume the optimizer has state
+        engine = pipeline.engines["m0", 0]
+        sizes = sum(p.nbytes for p in engine._update.parameters.values())
+        engine.warm_up(1, *batch(2))
+    held = {id(leaf): leaf for leaf in tree_leaves([snapshots[-1]._tensors, snapshots[-1]._state])}
+    copies = [leaf.values for leaf in held.values() if isinstance(leaf, warmup._TensorCopy)]
+    buffers = sum(stage.calls.nbytes for stage in graph.stages)
+    assert sum(one.nbytes for one in copies if one.ndim) == buffers + (3 * sizes if copied == "all" else 0)
 
 
 def test_limits_allow_for_what_an_instruction_waits_for():

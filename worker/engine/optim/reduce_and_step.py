@@ -184,11 +184,17 @@ class ModelUpdate:
         """REDUCE of a bucket: start to average its gradients over the workers of the mesh."""
         return self._average([self.parameters[name] for name in names])
 
+    @property
+    def can_skip(self) -> bool:
+        """True where the optimizer, told by `found_inf`, leaves parameters and state as they are."""
+        return honours_found_inf(self.optimizer) and not self.sums_in_step
+
     @torch.no_grad()
     def step(self) -> None:
-        """STEP: clip and update; leave everything as it is when a loss or the norm is not finite.
+        """STEP: clip and update; leave everything as it is when a loss or the norm is not finite, or while collectives are
+        muted and the optimizer can skip by itself.
 
-        On CUDA the host does not wait if the optimizer can skip by itself.
+        On CUDA the host does not wait if it can.
         """
         drop_casts()
         norm = self._norm
@@ -199,7 +205,9 @@ class ModelUpdate:
         for parameter, makers in self._gradient_counts.items():
             if float(makers) == 0:
                 parameter.grad = None  # as in a plain loop, so neither decay nor momentum moves it
-        if norm.is_cuda and honours_found_inf(self.optimizer) and not self.sums_in_step:
+        if self.can_skip and self.collectives.is_muted:
+            self.optimizer.found_inf = torch.ones((), device=norm.device)
+        elif self.can_skip and norm.is_cuda:
             self.optimizer.found_inf = (~torch.isfinite(norm)).float()
         elif not math.isfinite(float(norm)):
             return

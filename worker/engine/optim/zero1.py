@@ -1,10 +1,11 @@
 """ZeRO-1: REDUCE and STEP of a mesh whose dp ranks share the optimizer state (`shard: optimizer` in the job).
 
 Gradients are reduce-scattered, each rank updates its own partition of every parameter, and parameters are
-all-gathered. A partition is a run of a parameter's elements in memory order: equal ones, of which the last may
-be shorter or empty. With tensor parallelism the dp ranks that hold the same shard form the group. Gradients of
-a parameter that other meshes hold too are summed whole: its copies stay equal to the bit. Collectives come in
-one order on all ranks: buckets in program order, then REDUCE, then STEP, each through parameters in one order.
+all-gathered. A partition is a run of a parameter's elements in memory order: equal ones, of which the last ones may
+be shorter or empty; long ones begin at multiples of ALIGNED_ELEMENTS. With tensor parallelism the dp ranks that hold
+the same shard form the group. Gradients of a parameter that other meshes hold too are summed whole: its copies stay
+equal to the bit. Collectives come in one order on all ranks: buckets in program order, then REDUCE, then STEP, each
+through parameters in one order.
 Must not know programs, lanes or microbatches; `trials` refuses optimizers that are not elementwise.
 """
 
@@ -29,6 +30,10 @@ from worker.transport.base import finish
 _STEP_KEY = "step"
 
 
+ALIGNED_ELEMENTS = 128
+"""Partitions of so many elements and more begin at multiples of it: kernels and NCCL move vectors of aligned tensors."""
+
+
 @dataclass(frozen=True)
 class FlatPartition:
     """The partition of every parameter that worker `worker` of `workers` updates."""
@@ -38,7 +43,8 @@ class FlatPartition:
 
     def length(self, elements: int) -> int:
         """The length of a partition of `elements`, the padding of the last one included."""
-        return -(-elements // self.workers)
+        length = -(-elements // self.workers)
+        return length if length < ALIGNED_ELEMENTS else -(-length // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """This worker's partition of a vector [elements]: a view."""
@@ -138,7 +144,8 @@ class Zero1Update(ModelUpdate):
             sizes = [self.parameters[name].numel() for name in names]
             for name, whole in zip(names, self._gather(parts, sizes), strict=True):
                 parameter = self.parameters[name]
-                parameter.copy_(whole.view_as(parameter))
+                if not self.collectives.is_muted:  # else those of others are no values of theirs
+                    parameter.copy_(whole.view_as(parameter))
 
     def _own_state(self) -> dict[str, Any]:
         """The state as without ZeRO-1, for which all dp ranks must ask at the same time; the gathered optimizer state is in

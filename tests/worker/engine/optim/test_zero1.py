@@ -18,7 +18,7 @@ from tests.worker.engine.engine_support import (
     tied_chain,
 )
 from tests.worker.engine.optim.test_reduce_and_step import decaying, with_spare
-from worker.engine.optim.zero1 import FlatPartition, local_partitions
+from worker.engine.optim.zero1 import ALIGNED_ELEMENTS, FlatPartition, local_partitions
 from worker.transport.base import Topology
 from worker.transport.local import LocalTransport
 
@@ -251,7 +251,10 @@ def test_buckets_are_scattered_beside_the_backwards():
     assert_same(results[1], results[0], **EXACT)
 
 
-@pytest.mark.parametrize(("elements", "workers"), [(0, 2), (1, 3), (5, 4), (12, 3), (7, 2)])
+@pytest.mark.parametrize(
+    ("elements", "workers"),
+    [(0, 2), (1, 3), (5, 4), (12, 3), (7, 2), (257, 2), (400, 3), (1000, 7), (4096, 4)],
+)
 def test_parts_are_all_of_a_vector_once(elements, workers):
     flat = torch.arange(elements)
     parts = [FlatPartition(worker, workers) for worker in range(workers)]
@@ -260,6 +263,17 @@ def test_parts_are_all_of_a_vector_once(elements, workers):
     assert rows.shape == (workers, parts[0].length(elements))
     for worker, one in enumerate(parts):
         assert one.filled(one.of(flat), elements).tolist() == rows[worker].tolist()
+
+
+@pytest.mark.parametrize("elements", [129, 254, 255, 256, 257, 400, 1000, 4097, 100_003])
+@pytest.mark.parametrize("workers", [2, 3, 8])
+def test_long_parts_lie_aligned_and_none_is_longer_than_it_has_to_be(elements, workers):
+    parts = [FlatPartition(worker, workers) for worker in range(workers)]
+    held = [one.of(torch.arange(elements)) for one in parts]
+    even = -(-elements // workers)
+    assert max(map(len, held)) <= (even if even < ALIGNED_ELEMENTS else even + ALIGNED_ELEMENTS - 1)
+    starts = [int(part[0]) for part in held if len(part)]
+    assert even < ALIGNED_ELEMENTS or all(start % ALIGNED_ELEMENTS == 0 for start in starts)
 
 
 def test_an_update_of_a_part_is_one_of_the_parameter():
