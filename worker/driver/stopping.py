@@ -20,24 +20,27 @@ class GracefulStop(Exception):
 
 
 class Interruption:
-    """The wishes of the control plane to end the attempt, asked for between steps and while calls are waited for."""
+    """The wishes of the control plane to end the attempt, asked for between steps and while calls are waited for;
+    `raise_if_wrong` raises what else is to end it."""
 
     def __init__(
         self,
         *,
         cancelled: Callable[[], bool] = lambda: False,
         stop_requested: Callable[[], bool] = lambda: False,
+        raise_if_wrong: Callable[[], None] = lambda: None,
     ) -> None:
-        self._cancelled = cancelled
+        self._cancelled, self._raise_if_wrong = cancelled, raise_if_wrong
         self.stop_requested = stop_requested
 
     def raise_if_cancelled(self) -> None:
-        """Raise Cancelled where the attempt was cancelled."""
+        """Raise Cancelled where the attempt was cancelled, and what the check of its job found wrong."""
         if self._cancelled():
             raise Cancelled
+        self._raise_if_wrong()
 
     def raise_if_stopping(self) -> None:
-        """Raise Cancelled, or GracefulStop where the attempt was asked to stop before its first step."""
+        """As `raise_if_cancelled`, or GracefulStop where the attempt was asked to stop before its first step."""
         self.raise_if_cancelled()
         if self.stop_requested():
             raise GracefulStop("asked to end: stopped before a step of its own")

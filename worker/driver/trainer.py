@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from worker.actor.actor import Worker
 from worker.actor.assignment import LoadLimits, make_assignments
@@ -28,13 +26,13 @@ from worker.contract.job import SKIP_LIMIT_S, Job
 from worker.contract.logs import set_environment
 from worker.contract.planned import MeshProgram, PlannedJob, planned_peak_bytes
 from worker.contract.reasons import Reason
-from worker.contract.tasks import CHECK_LIMIT_S, JobCheck, check_job_process
 from worker.contract.versions import installed_versions
 from worker.driver.benchmarks import GangMeasurements
 from worker.driver.checkpoints import Checkpoints, snapshot_rooms, snapshot_shortfall
 from worker.driver.control_plane_client import ControlPlaneClient
 from worker.driver.evaluation import Evaluations, mesh_parallelisms, plan_evaluation
-from worker.driver.gang import CPU_RESOURCE, POLL_S, Gang, Phase, placement_text
+from worker.driver.gang import Gang, Phase, placement_text
+from worker.driver.job_check import CAUSE_LIMIT_S, LaunchCheck, start_check
 from worker.driver.limits import Limits
 from worker.driver.metrics import DriverMetrics, ModelFlops, step_flops, total_peak_flops
 from worker.driver.planning import Planner, Replanner
@@ -47,9 +45,6 @@ from worker.parallel.shard_spec import common_cuts
 from worker.transport.rendezvous import serve_rendezvous
 
 log = logging.getLogger(__name__)
-_CHECK_START_S = 60.0
-"""For Ray to start the process of a task."""
-_CANCEL_S = 5.0
 UNTESTED_ON_GPUS = (
     "shared matrices and heterogeneous meshes on CUDA have been tested without GPUs only: every NCCL connection carries "
     "known values first, and stages that share matrices are compared with whole ones (training.check_trace); compare the "
@@ -77,6 +72,11 @@ class Attempt:
     left_out_nodes: Collection[str] = frozenset()
     """Ray's ids of the nodes on which nothing is to start."""
 
+    @property
+    def was_checked(self) -> bool:
+        """True where the control plane had the job checked, or an attempt before it, whose checkpoint it goes on from."""
+        return self.checked or (self.number > 1 and self.resume_uri is not None)
+
 
 class Trainer:
     """One attempt's training, from its placement group to its last step."""
@@ -96,9 +96,16 @@ class Trainer:
         self._attempt, self._job, self._limits = attempt, job, attempt.limits
         self._control, self._reporter, self._metrics, self._launch = control, reporter, metrics, launch
         self._spans, self._tracking = spans, tracking
+        self._job_check = LaunchCheck(
+            lambda: start_check(
+                attempt.spec, device=attempt.device, secrets=attempt.secrets, left_out=attempt.left_out_nodes
+            ),
+            lambda note: reporter.event("check", note),
+        )
         self._interruption = Interruption(
             cancelled=lambda: reporter.cancelled.is_set() or reporter.fenced.is_set(),
             stop_requested=reporter.stop_requested.is_set,
+            raise_if_wrong=self._job_check.raise_if_wrong,
         )
         self._gang = Gang(
             sizes=job.mesh_sizes,
@@ -127,7 +134,8 @@ class Trainer:
         """Train; why training ended before its last step, None where it did not. Raises AttemptFailure, Cancelled and
         GracefulStop."""
         self._reporter.event("versions", installed_versions())
-        self._check_job()
+        if not self._attempt.was_checked:
+            self._job_check.begin()
         try:
             with self._gang:
                 self._place()
@@ -146,22 +154,11 @@ class Trainer:
         except OutOfMemoryFailure as failure:
             self._planner.correct(failure)
             raise
-
-    def _check_job(self) -> None:
-        """Have what would fail on every worker fail before one is placed; an attempt that resumes was checked before."""
-        resumes = self._attempt.number > 1 and self._attempt.resume_uri is not None
-        if self._attempt.checked or resumes:
-            return
-        check = check_job_on_node(self._attempt, self._interruption)
-        for text in check.checked:
-            log.info("checked %s", text)
-        for note in check.notes:
-            self._reporter.event("check", note)
-        if check.problems:
-            message = "; ".join(map(str, check.problems))
-            details = "\n".join(problem.details for problem in check.problems if problem.details)
-            raise AttemptFailure(Reason(check.problems[0].reason), message, details)
-        self._launch.end_phase("check the job")
+        except AttemptFailure:
+            self._job_check.raise_if_wrong(CAUSE_LIMIT_S)
+            raise
+        finally:
+            self._job_check.end()
 
     def _place(self) -> None:
         """Start the gang, and give its processes the secrets."""
@@ -410,51 +407,3 @@ def check_replicas(gang: Gang, *, heterogeneous: bool = False) -> None:
         raise AttemptFailure(Reason.DATA_FAILED, message)
     if message := tensor_mismatch(workers, fingerprints):
         raise AttemptFailure(Reason.MODEL_BUILD_FAILED, message)
-
-
-def check_node(nodes: Collection[str], *, own: str, left_out: Collection[str]) -> str | None:
-    """The node (Ray's id) on which a job is checked: the driver's own where it offers accelerators; None where none is
-    left."""
-    open_nodes = [node for node in nodes if node not in left_out]
-    return own if own in open_nodes else min(open_nodes, default=None)
-
-
-def check_job_on_node(attempt: Attempt, interruption: Interruption) -> JobCheck:
-    """Check the job in a process of a node that offers the accelerators, of which it takes none, and takes work.
-
-    There files and packages are as the workers will have them. Without such a node, or where it is lost, there are only
-    notes. Raises what interrupts the attempt.
-    """
-    resource = "GPU" if attempt.device == "cuda" else CPU_RESOURCE
-    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get(resource)]
-    own, left_out = ray.get_runtime_context().get_node_id(), attempt.left_out_nodes
-    node_id = check_node(nodes, own=own, left_out=left_out)
-    if node_id is None:
-        others = f" but {len(nodes)} that take no work" if nodes else ""
-        return JobCheck(
-            notes=(
-                f"the job was not checked before its workers are placed: no node offers {resource}{others}",
-            )
-        )
-    # softly Ray would take any other node where this one is lost meanwhile, also one that is to have no work
-    strategy = NodeAffinitySchedulingStrategy(node_id, soft=not left_out)
-    task = ray.remote(check_job_process).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
-    result = task.remote(attempt.spec, environment=dict(attempt.secrets))
-    deadline, ended = time.monotonic() + CHECK_LIMIT_S + _CHECK_START_S, False
-    try:
-        while not (ended := bool(ray.wait([result], timeout=POLL_S)[0])):
-            interruption.raise_if_stopping()
-            if time.monotonic() > deadline:
-                return JobCheck(
-                    notes=("the job was not checked before its workers are placed: no answer in time",)
-                )
-        return ray.get(result)
-    except ray.exceptions.RayError as error:
-        reason = " ".join(str(error).split())[:500]
-        return JobCheck(notes=(f"the job was not checked before its workers are placed: {reason}",))
-    finally:
-        if not ended:
-            ray.cancel(result, force=True)
-            ray.wait(
-                [result], timeout=_CANCEL_S
-            )  # Ray may crash where it is shut down in the middle of a cancellation

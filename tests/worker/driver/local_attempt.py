@@ -23,6 +23,7 @@ from worker.actor.node import WorkerAddress
 from worker.contract.tasks import JobCheck
 from worker.driver import __main__ as driver
 from worker.driver import control_plane_client, gang
+from worker.driver.job_check import RunningCheck
 from worker.driver.limits import Limits
 
 HERE = "127.0.0.1"
@@ -168,11 +169,11 @@ def run_attempt(
     control: Callable[..., ControlPlane] = ControlPlane,
     limits: Limits | None = None,
     recorded: Sequence[dict[str, Any]] = (),
-    check: JobCheck = JobCheck(),
+    check: JobCheck | RunningCheck = JobCheck(),
     **changes: Any,
 ) -> tuple[ControlPlane, int]:
     """Run an attempt of a job to its end: (its control plane, the exit code of its driver). `recorded` are steps of
-    attempts before it; `check` is what its driver finds where it checks the job."""
+    attempts before it; `check` is what its driver finds where it checks the job, or what answers that."""
     steps = max((step["step"] for step in recorded), default=-1)
     plane = control(
         {
@@ -186,10 +187,13 @@ def run_attempt(
         },
         profiles,
     )
+    running = check
+    if isinstance(check, JobCheck):
+        running = SimpleNamespace(answer=lambda wait_s: check, end=lambda: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "ray", SimpleNamespace(init=lambda *_, **__: None, shutdown=lambda: None))
         patch.setattr("worker.driver.trainer.Gang", ThreadGang)
-        patch.setattr("worker.driver.trainer.check_job_on_node", lambda *_: check)
+        patch.setattr("worker.driver.trainer.start_check", lambda *_, **__: running)
         patch.setattr("worker.driver.trainer.cluster_nodes", list)
         patch.setattr(gang, "ray", ThreadRay)
         patch.setattr(Worker, "collect_between_steps", lambda worker: None)  # for this whole process

@@ -19,10 +19,8 @@ from tests.worker.driver.local_attempt import run_attempt
 from tests.worker.driver.test_replanning import poor_answer
 from worker.actor import actor
 from worker.checkpoint import format as checkpoint_format
-from worker.contract.tasks import JobCheck, JobProblem
 from worker.data.sampler import collate
 from worker.driver.limits import Limits
-from worker.driver.trainer import check_node
 from worker.examples.text import ByteWindows
 from worker.model.factory import build_model
 
@@ -353,23 +351,3 @@ def test_an_attempt_that_begins_with_a_poor_order_swaps_it_and_has_the_losses_of
     assert swapped[0]["plan"]["plan"]["programs"] != poor["programs"]
     assert [step["step"] for step in plane.steps] == list(range(1, 41))
     assert [step["loss"] for step in plane.steps] == pytest.approx(losses, rel=1e-4)
-
-
-@pytest.mark.slow
-def test_a_job_that_the_control_plane_had_checked_is_not_checked_again():
-    wrong = JobCheck(problems=(JobProblem("model.factory", "found by the check", "MODEL_BUILD_FAILED"),))
-    spec = job("cosine", meshes=1, stages=1)
-    spec["model"] = {"factory": "gtp:build"}
-    for checked, message in ((False, "model.factory: found by the check"), (True, "no module 'gtp'")):
-        plane, code = run_attempt(spec, check=wrong, checked=checked)
-        assert (code, plane.reports[-1]["reason"]) == (1, "MODEL_BUILD_FAILED")
-        assert message in plane.reports[-1]["message"]
-
-
-def test_a_job_is_checked_on_its_drivers_node_or_the_first_other_that_takes_work():
-    nodes = ["c", "a", "b"]
-    assert check_node(nodes, own="b", left_out=()) == "b"
-    assert check_node(nodes, own="b", left_out={"b"}) == "a"
-    assert check_node(nodes, own="head", left_out={"a"}) == "b"
-    assert check_node(nodes, own="b", left_out={"a", "b", "c"}) is None
-    assert check_node([], own="b", left_out=()) is None
