@@ -1,6 +1,9 @@
-"""Ends an attempt early: cancellation, a graceful stop after saving a checkpoint, and SIGTERM.
+"""Ends an attempt early: cancellation, a graceful stop after saving a checkpoint, SIGTERM, and a job found to be wrong.
 
-A graceful stop ends between two steps with the state after the last one saved; a cancelled attempt ends at once.
+A graceful stop ends between two steps with the state after the last one saved; a cancelled attempt ends at once. A
+job is checked beside its launch, where files and packages are as its workers have them, and nothing waits for that.
+What is wrong ends the attempt, also where steps are trained already: by the field, all of it, and what no worker has
+tried yet.
 The first SIGTERM raises KeyboardInterrupt, later ones change nothing; ray.init replaces the handler, so it has to be
 installed again behind it.
 """
@@ -9,6 +12,14 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from typing import Protocol
+
+from worker.contract.failures import AttemptFailure
+from worker.contract.reasons import Reason
+from worker.contract.tasks import JobCheck
+
+CAUSE_LIMIT_S = 10.0
+"""A launch that fails waits so long for what its check has to say."""
 
 
 class Cancelled(Exception):
@@ -40,7 +51,7 @@ class Interruption:
         self._raise_if_wrong()
 
     def raise_if_stopping(self) -> None:
-        """As `raise_if_cancelled`, or GracefulStop where the attempt was asked to stop before its first step."""
+        """Raise as `raise_if_cancelled`, or GracefulStop where the attempt was asked to stop before its first step."""
         self.raise_if_cancelled()
         if self.stop_requested():
             raise GracefulStop("asked to end: stopped before a step of its own")
@@ -60,3 +71,49 @@ class SigtermHandler:
         if not self.requested:
             self.requested = True
             raise KeyboardInterrupt
+
+
+class RunningCheck(Protocol):
+    """A check that runs elsewhere."""
+
+    def answer(self, wait_s: float) -> JobCheck | None:
+        """Its result, once it has one, or notes why there is none; None where it takes longer than `wait_s`."""
+
+    def end(self) -> None:
+        """Stop it."""
+
+
+class LaunchCheck:
+    """The check of one attempt's job: `begin` starts it, and `raise_if_wrong` is asked again and again from then on.
+
+    `start` starts the process, `report` takes events: (kind, message)."""
+
+    def __init__(self, start: Callable[[], RunningCheck], report: Callable[[str, str], None]) -> None:
+        self._start, self._report = start, report
+        self._running: RunningCheck | None = None
+
+    def begin(self) -> None:
+        """Start the check, which goes on by itself."""
+        self._running = self._start()
+
+    def raise_if_wrong(self, wait_s: float = 0.0) -> None:
+        """AttemptFailure with all that was found wrong, as soon as that is known; waits for it for `wait_s` at most."""
+        running = self._running
+        if running is None or (check := running.answer(wait_s)) is None:
+            return
+        self._running = None
+        for text in check.notes:
+            self._report("check", text)
+        if check.problems:
+            details = "\n".join(problem.details for problem in check.problems if problem.details)
+            raise AttemptFailure(
+                Reason(check.problems[0].reason), "; ".join(map(str, check.problems)), details
+            )
+        if check.checked:
+            self._report("checked", "; ".join(check.checked))
+
+    def end(self) -> None:
+        """Stop the check where it still runs."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.end()

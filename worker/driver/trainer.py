@@ -6,13 +6,16 @@ all workers must hold equal values of replicated tensors and read the same data,
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from worker.actor.actor import Worker
 from worker.actor.assignment import LoadLimits, make_assignments
@@ -26,25 +29,29 @@ from worker.contract.job import SKIP_LIMIT_S, Job
 from worker.contract.logs import set_environment
 from worker.contract.planned import MeshProgram, PlannedJob, planned_peak_bytes
 from worker.contract.reasons import Reason
+from worker.contract.tasks import CHECK_LIMIT_S, JobCheck, check_job_process
 from worker.contract.versions import installed_versions
 from worker.driver.benchmarks import GangMeasurements
 from worker.driver.checkpoints import Checkpoints, snapshot_rooms, snapshot_shortfall
 from worker.driver.control_plane_client import ControlPlaneClient
 from worker.driver.evaluation import Evaluations, mesh_parallelisms, plan_evaluation
-from worker.driver.gang import Gang, Phase, placement_text
-from worker.driver.job_check import CAUSE_LIMIT_S, LaunchCheck, start_check
+from worker.driver.gang import CPU_RESOURCE, Gang, Phase, placement_text
 from worker.driver.limits import Limits
 from worker.driver.metrics import DriverMetrics, ModelFlops, step_flops, total_peak_flops
 from worker.driver.planning import Planner, Replanner
 from worker.driver.reporter import LaunchPhases, Reporter, Spans
 from worker.driver.step_loop import DataEnd, StepLog, StepLoop, StepPublisher
-from worker.driver.stopping import Interruption
+from worker.driver.stopping import CAUSE_LIMIT_S, Interruption, LaunchCheck, RunningCheck
 from worker.driver.tracking.run_tracking import RunTracking, run_config
 from worker.engine.results import SlotLimits
 from worker.parallel.shard_spec import common_cuts
 from worker.transport.rendezvous import serve_rendezvous
 
 log = logging.getLogger(__name__)
+_CHECK_START_S = 60.0
+"""For Ray to start the process of a task."""
+_CANCEL_S = 5.0
+_NOT_CHECKED = "the job was not checked beside its launch"
 UNTESTED_ON_GPUS = (
     "shared matrices and heterogeneous meshes on CUDA have been tested without GPUs only: every NCCL connection carries "
     "known values first, and stages that share matrices are compared with whole ones (training.check_trace); compare the "
@@ -100,7 +107,7 @@ class Trainer:
             lambda: start_check(
                 attempt.spec, device=attempt.device, secrets=attempt.secrets, left_out=attempt.left_out_nodes
             ),
-            lambda note: reporter.event("check", note),
+            reporter.event,
         )
         self._interruption = Interruption(
             cancelled=lambda: reporter.cancelled.is_set() or reporter.fenced.is_set(),
@@ -407,3 +414,66 @@ def check_replicas(gang: Gang, *, heterogeneous: bool = False) -> None:
         raise AttemptFailure(Reason.DATA_FAILED, message)
     if message := tensor_mismatch(workers, fingerprints):
         raise AttemptFailure(Reason.MODEL_BUILD_FAILED, message)
+
+
+def check_node(nodes: Collection[str], *, own: str, left_out: Collection[str]) -> str | None:
+    """The node (Ray's id) on which a job is checked: the driver's own where it offers accelerators; None where none is
+    left."""
+    open_nodes = [node for node in nodes if node not in left_out]
+    return own if own in open_nodes else min(open_nodes, default=None)
+
+
+def start_check(
+    spec: Mapping[str, Any], *, device: str, secrets: Mapping[str, str], left_out: Collection[str]
+) -> RunningCheck:
+    """Check the job `spec` in a process of a node that offers accelerators of `device`, of which it takes none, and takes
+    work. Without such a node there are only notes."""
+    resource = "GPU" if device == "cuda" else CPU_RESOURCE
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get(resource)]
+    node_id = check_node(nodes, own=ray.get_runtime_context().get_node_id(), left_out=left_out)
+    if node_id is None:
+        others = f" but {len(nodes)} that take no work" if nodes else ""
+        return _Unchecked(f"no node offers {resource}{others}")
+    # softly Ray would take any other node where this one is lost meanwhile, also one that is to have no work
+    strategy = NodeAffinitySchedulingStrategy(node_id, soft=not left_out)
+    task = ray.remote(check_job_process).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
+    return _TaskOfRay(task.remote(spec, environment=dict(secrets)))
+
+
+class _Unchecked:
+    """A check that could not be started."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def answer(self, wait_s: float) -> JobCheck:
+        return JobCheck(notes=(f"{_NOT_CHECKED}: {self._why}",))
+
+    def end(self) -> None:
+        """Nothing runs."""
+
+
+class _TaskOfRay:
+    """A check in a task of Ray."""
+
+    def __init__(self, result: ray.ObjectRef) -> None:
+        self._result = result
+        self._deadline = time.monotonic() + CHECK_LIMIT_S + _CHECK_START_S
+
+    def answer(self, wait_s: float) -> JobCheck | None:
+        if not ray.wait([self._result], timeout=wait_s)[0]:
+            if time.monotonic() < self._deadline:
+                return None
+            self.end()
+            return JobCheck(notes=(f"{_NOT_CHECKED}: no answer in time",))
+        try:
+            return ray.get(self._result)
+        except ray.exceptions.RayError as error:
+            reason = " ".join(str(error).split())[:500]
+            return JobCheck(notes=(f"{_NOT_CHECKED}: {reason}",))
+
+    def end(self) -> None:
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.cancel(self._result, force=True)
+            # Ray may crash where it is shut down in the middle of a cancellation
+            ray.wait([self._result], timeout=_CANCEL_S)

@@ -23,8 +23,8 @@ from worker.actor.node import WorkerAddress
 from worker.contract.tasks import JobCheck
 from worker.driver import __main__ as driver
 from worker.driver import control_plane_client, gang
-from worker.driver.job_check import RunningCheck
 from worker.driver.limits import Limits
+from worker.driver.stopping import RunningCheck
 
 HERE = "127.0.0.1"
 NODE = "node 0"

@@ -12,7 +12,8 @@ from tests.worker.driver.local_attempt import run_attempt
 from worker.contract.failures import AttemptFailure
 from worker.contract.reasons import Reason
 from worker.contract.tasks import JobCheck, JobProblem
-from worker.driver.job_check import CAUSE_LIMIT_S, LaunchCheck, check_node
+from worker.driver.stopping import CAUSE_LIMIT_S, LaunchCheck
+from worker.driver.trainer import check_node
 
 RAISED = JobProblem("data", "KeyError: 3", "DATA_FAILED", details="File own.py, line 2")
 TYPO = JobProblem("model.factory", "found by the check", "MODEL_BUILD_FAILED")
@@ -40,8 +41,8 @@ class Late(Answers):
 
 
 def test_all_that_is_wrong_is_raised_as_soon_as_it_is_known_and_once():
-    notes, running = [], Answers(None, None, JobCheck((RAISED, TYPO), ("the loss was not checked",)))
-    check = LaunchCheck(lambda: running, notes.append)
+    told, running = [], Answers(None, None, JobCheck((RAISED, TYPO), ("the loss was not checked",)))
+    check = LaunchCheck(lambda: running, lambda *event: told.append(event))
     check.raise_if_wrong()
     assert running.waits == [], "it has not begun"
     check.begin()
@@ -52,19 +53,19 @@ def test_all_that_is_wrong_is_raised_as_soon_as_it_is_known_and_once():
     assert raised.value.reason is Reason.DATA_FAILED
     assert raised.value.message == "data: KeyError: 3; model.factory: found by the check"
     assert raised.value.details == "File own.py, line 2"
-    assert notes == ["the loss was not checked"] and running.waits == [0.0, 0.0, 3.0]
+    assert told == [("check", "the loss was not checked")] and running.waits == [0.0, 0.0, 3.0]
     check.raise_if_wrong()
     check.end()
     assert len(running.waits) == 3 and running.ended == 0
 
 
 def test_a_check_that_finds_nothing_leaves_the_launch_alone_and_one_that_still_runs_is_ended():
-    running = Answers(JobCheck(checked=("model: GPT",)))
-    check = LaunchCheck(lambda: running, pytest.fail)
+    told, running = [], Answers(JobCheck(checked=("data: a stream", "model: GPT")))
+    check = LaunchCheck(lambda: running, lambda *event: told.append(event))
     check.begin()
     check.raise_if_wrong()
     check.raise_if_wrong()
-    assert len(running.waits) == 1
+    assert len(running.waits) == 1 and told == [("checked", "data: a stream; model: GPT")]
     running = Answers(None)
     check.begin()
     check.raise_if_wrong()
