@@ -23,7 +23,7 @@ from service.scheduler.auto.recomputation import (
     must_recompute,
     other_methods,
     with_recomputation,
-    with_recompute_options,
+    with_recompute_methods,
 )
 from service.scheduler.kernels import TOLERANCE
 from service.scheduler.problem.defects import defect, failed
@@ -214,7 +214,7 @@ def _proven_plan(spec: PipelineSpec, found: SearchResult, budget_s: float) -> Pl
         chosen=found.chosen,
         recomputed={
             stage.name: recompute_method(dict(stage.recompute))
-            for stage in with_recompute_options(spec, found.recompute_methods).stages
+            for stage in with_recompute_methods(spec, found.recompute_methods).stages
             if stage.name in found.recomputed and stage.recompute is not None
         },
         made_with=PlanOrigin(budget_s=budget_s, seeds=SEEDS, versions=versions()),

@@ -120,13 +120,13 @@ def with_recomputation(
     """The spec in which `recomputed` and the required stages recompute, those in `methods` so, with the costs and memory
     of that choice."""
     chosen = must_recompute(spec).union(recomputed)
-    stages = with_recompute_options(spec, methods).stages
+    stages = with_recompute_methods(spec, methods).stages
     return spec.model_copy(
         update={"stages": [_decide_stage(stage, stage.name in chosen) for stage in stages]}
     )
 
 
-def with_recompute_options(
+def with_recompute_methods(
     spec: PipelineSpec, methods: Iterable[tuple[str, RecomputeMethod]]
 ) -> PipelineSpec:
     """The spec in which stages may recompute by the method in `methods` alone, and all others wholly alone."""

@@ -23,7 +23,7 @@ from service.scheduler.auto.recomputation import (
     may_recompute,
     other_methods,
     with_recomputation,
-    with_recompute_options,
+    with_recompute_methods,
 )
 from service.scheduler.job.cores import SharedCores, core_bound_step_s, processor_seconds, with_slower_actions
 from service.scheduler.job.cut import (
@@ -377,7 +377,7 @@ class _JointSearch:
 
 def _as_planned(spec: PipelineSpec, plan: Plan) -> PipelineSpec:
     """The spec whose stages may recompute in the one way that the plan has chosen."""
-    return with_recompute_options(
+    return with_recompute_methods(
         spec, ((stage.name, recompute_method(dict(stage))) for stage in plan.stages)
     )
 

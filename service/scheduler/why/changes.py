@@ -18,7 +18,7 @@ from service.scheduler.auto.fixed_schedule import named_timeline
 from service.scheduler.auto.recomputation import (
     may_recompute,
     with_recomputation,
-    with_recompute_options,
+    with_recompute_methods,
 )
 from service.scheduler.job.cut import PipelineSetup, Recompute, balanced_cut, neighbour_cuts
 from service.scheduler.job.partition import partition
@@ -179,7 +179,7 @@ class CutSearch:
             for stage in spec.stages
             if stage.recompute is not None
         )
-        return with_recompute_options(cut, running)
+        return with_recompute_methods(cut, running)
 
     @cached_property
     def _factors(self) -> tuple[dict[str, float], dict[tuple[str, str], float]]:
