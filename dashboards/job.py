@@ -340,7 +340,7 @@ def _keeping() -> list[Any]:
             "percentunit",
             (f"max by (mesh, worker) (slotline_gpu_utilisation_ratio{_JOB})", "{{mesh}}/{{worker}}"),
             about="Share of time in which a kernel ran, by NVML; a receive that waits is a kernel too. Empty on CPU.",
-            span=12,
+            span=10,
         ),
         curves(
             "GPU memory of workers",
@@ -351,6 +351,13 @@ def _keeping() -> list[Any]:
                 "{{mesh}}/{{worker}} there is",
             ),
             about="Of all processes on the GPU, by NVML: also what torch keeps and what NCCL takes. Empty on CPU.",
-            span=12,
+            span=10,
+        ),
+        number(
+            "Effective training time",
+            "percentunit",
+            _max("job_effective_training_ratio"),
+            about="Share of the time since its first attempt began, waits included, that its steps took: without launches, "
+            "checkpoints, evaluations and steps that were lost.",
         ),
     ]

@@ -255,7 +255,13 @@ class _JobCollector(Collector):
             "When the last attempt that ended did, of a job that is not over, in seconds since 1970.",
             "reason",
         )
+        effective = _job_gauge(
+            "job_effective_training_ratio",
+            "Share of the time since the job's first attempt began that its steps took, without those that were lost.",
+        )
         for job in self._jobs.jobs:
+            if job.effective_training_ratio is not None:
+                effective.add_metric([job.id], job.effective_training_ratio)
             if job.saved_at is not None:
                 saved.add_metric([job.id], job.saved_at.timestamp())
             if job.interruption is not None:
@@ -268,7 +274,7 @@ class _JobCollector(Collector):
                 age.add_metric([job.id], job.checkpoint_age_s)
             if job.checkpoint_interval_s is not None:
                 interval.add_metric([job.id], job.checkpoint_interval_s)
-        yield from (info, attempts, age, interval, start, saved, ended)
+        yield from (info, attempts, age, interval, start, saved, ended, effective)
 
     def _over_plan(self) -> Iterator[Metric]:
         meshes = _job_gauge(

@@ -321,6 +321,8 @@ def show_job(job: JobView, url: str, *, as_json: bool) -> None:
         reason = f" {attempt.reason}: {attempt.message}" if attempt.reason else ""
         where = "" if attempt.cluster == DEFAULT_CLUSTER else f" on {attempt.cluster}"
         out.print(f"  attempt {attempt.number} {attempt.state}{where}{reason}", soft_wrap=True, markup=False)
+    if (share := job.effective_training_ratio) is not None:
+        out.print(f"  {share:.0%} of the time since its first attempt began went into steps that count")
     if (best := job.best_checkpoint) is not None:
         line = f"  best checkpoint: {best.metric} {best.value:.4g} after step {best.step}, {best.uri}"
         out.print(line, soft_wrap=True, markup=False)

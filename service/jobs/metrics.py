@@ -23,6 +23,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import aliased
 
 from service.jobs.explain import read_calibrations
+from service.jobs.views import effective_training_ratio
 from service.spec.states import FINAL_STATES, WAITING_STATES, JobState
 from service.store.database import Database
 from service.store.measurements import SlotRecord, find_timeline
@@ -70,6 +71,7 @@ class JobSeries:
     """When its last checkpoint was saved."""
     interruption: InterruptedAttempt | None = None
     """How its last ended attempt ended."""
+    effective_training_ratio: float | None = None
 
 
 @dataclass(frozen=True)
@@ -147,15 +149,20 @@ async def read_job_metrics(database: Database, queues: tuple[str, ...], *, at: d
                 ),
                 saved_at=checkpoints.get(row.id),
                 interruption=interruptions.get(row.id),
+                effective_training_ratio=effective_training_ratio(
+                    row.trained_s, since=row.first_began, until=at
+                ),
             )
         )
     return JobMetrics(tuple(series), waits, oldest, left_out=(begun or 0) - len(series))
 
 
 async def _begun_jobs(session: AsyncSession, limit: int) -> list[Any]:
-    before = aliased(AttemptRow)
+    before, first = aliased(AttemptRow), aliased(AttemptRow)
     query = select(
         JobRow.id,
+        JobRow.trained_s,
+        first.created_at.label("first_began"),
         JobRow.name,
         JobRow.owner,
         AttemptRow.created_at.label("created"),
@@ -173,6 +180,7 @@ async def _begun_jobs(session: AsyncSession, limit: int) -> list[Any]:
     )
     query = query.outerjoin(AttemptRow, AttemptRow.id == JobRow.current_attempt)
     query = query.outerjoin(before, and_(before.job_id == JobRow.id, before.number == AttemptRow.number - 1))
+    query = query.outerjoin(first, and_(first.job_id == JobRow.id, first.number == 1))
     waits = case((JobRow.state == JobState.RECOVERING, 1), else_=0)
     query = (
         query.where(JobRow.state.in_(_BEGUN_STATES))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -13,7 +13,7 @@ from service.schemas.activity import EvaluationView, EventView, StepView
 from service.schemas.jobs import AttemptView, CheckpointView, JobSummary, JobView, PlacedMeshView, Progress
 from service.spec.states import JobState
 from service.store.attempts import attempts_of, placements_of
-from service.store.database import Database
+from service.store.database import Database, utc_now
 from service.store.events import LaunchPhase, launch_phases
 from service.store.tables import AttemptRow, EvaluationRow, EventRow, JobRow, PlacedMeshRow, StepRow
 
@@ -44,7 +44,19 @@ def job_view(
         checkpoint=checkpoint_view(job),
         trace_id=job.trace_id,
         best_checkpoint=job.best_checkpoint,
+        effective_training_ratio=effective_training_ratio(
+            job.trained_s,
+            since=min((attempt.created_at for attempt in attempts), default=None),
+            until=job.finished_at or utc_now(),
+        ),
     )
+
+
+def effective_training_ratio(trained_s: float, *, since: datetime | None, until: datetime) -> float | None:
+    """The share of the time from `since` to `until` that steps took (ETTR); None before the first."""
+    if since is None or not trained_s or until <= since:
+        return None
+    return min(1.0, trained_s / (until - since).total_seconds())
 
 
 async def current_view(database: Database, job: JobRow) -> JobView:

@@ -124,6 +124,11 @@ class JobView(JobSummary):
     checkpoint: CheckpointView | None
     trace_id: str | None = Field(default=None, description="In the job's logs: the trace of who submitted it")
     best_checkpoint: BestCheckpointView | None = None
+    effective_training_ratio: float | None = Field(
+        default=None,
+        description="The share of the time since its first attempt began, waits between attempts included, that its steps "
+        "took: without those that were lost, launches, checkpoints and evaluations; null before the first step",
+    )
 
 
 class JobPage(BaseModel):

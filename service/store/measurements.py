@@ -52,6 +52,14 @@ async def record_steps(session: AsyncSession, attempt: AttemptRow, steps: Iterab
     await upsert(session, StepRow, rows)
 
 
+async def seconds_of_steps(session: AsyncSession, job_id: str, first: int, last: int) -> float:
+    """The seconds that the steps `first` to `last` took, as they are recorded."""
+    query = select(func.sum(StepRow.step_s)).where(
+        StepRow.job_id == job_id, StepRow.step >= first, StepRow.step <= last
+    )
+    return await session.scalar(query) or 0.0
+
+
 async def steps_of(
     session: AsyncSession, job_id: str, *, after: int = -1, behind: StepCursor = (0, -1), limit: int = 1000
 ) -> Sequence[StepRow]:

@@ -120,6 +120,8 @@ class JobRow(Base):
     max_duration_s: Mapped[float | None]
     held_s: Mapped[float] = mapped_column(default=0.0, server_default="0")
     """Seconds for which ended attempts held accelerators, since the user's last retry."""
+    trained_s: Mapped[float] = mapped_column(default=0.0, server_default="0")
+    """Seconds of its steps that count: those that an attempt repeats count once, as it took them."""
     best_checkpoint: Mapped[dict[str, Any] | None]
     """Step, uri, metric and value of the best checkpoint by `evaluation.metric`."""
     traceparent: Mapped[str | None] = mapped_column(String(55))

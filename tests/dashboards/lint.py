@@ -33,6 +33,7 @@ OF_THE_STORE = (
     *("checkpoint_timestamp_seconds", "attempt_end_timestamp_seconds"),
     *(
         "checkpoint_interval_seconds",
+        "job_effective_training_ratio",
         "mesh_compute_seconds_over_plan",
         "calibrated_makespan_seconds",
         "link_seconds_over_plan",

@@ -29,6 +29,7 @@ from service.store.measurements import (
     record_evaluations,
     record_steps,
     record_timeline,
+    seconds_of_steps,
 )
 from service.store.node_states import record_node_failures
 from service.store.plans import record_job_plan
@@ -154,9 +155,13 @@ async def _store_measurements(
     session: AsyncSession, job: JobRow, attempt: AttemptRow, report: DriverReport, keep: int, at: datetime
 ) -> None:
     steps = {step.step: step for step in report.steps}
+    if steps:
+        first, last = min(steps), steps[max(steps)]
+        if job.step is not None and first <= job.step:  # behind a checkpoint: what came after it was lost
+            job.trained_s -= await seconds_of_steps(session, job.id, first, job.step)
+        job.trained_s = max(0.0, job.trained_s + sum(step.step_s or 0.0 for step in steps.values()))
     await record_steps(session, attempt, steps.values())
     if steps:
-        last = steps[max(steps)]
         job.step, job.loss, job.step_s = last.step, last.loss, last.step_s
         job.metrics = last.metrics
     if report.running_plan is not None:

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from service.api.metrics import exposition
 from service.jobs.explain import read_calibrations
 from service.jobs.metrics import planned_link_bytes, read_job_metrics, step_seconds
+from service.jobs.views import view_in
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import PipelineSpec
 from service.spec.job import JobSpec
@@ -87,6 +88,25 @@ async def test_times_of_the_last_checkpoint_and_of_the_last_interruption_are_tol
     found = await scraped(database)
     assert found["slotline_checkpoint_timestamp_seconds"] == {(job.id,): ago(950).timestamp()}
     assert found["slotline_attempt_end_timestamp_seconds"] == {(job.id, "PREEMPTED"): ago(900).timestamp()}
+
+
+async def test_the_share_of_time_that_went_into_steps_that_count_is_told_of_metrics_and_view(
+    database: Database,
+):
+    attempt = await running(database, waited_s=500, age_s=1000)
+    assert "slotline_job_effective_training_ratio" not in await scraped(database)
+    async with database.write() as session:
+        job = await session.get(JobRow, attempt.job_id)
+        job.trained_s = 400.0
+        transitions.move_attempt(attempt, AttemptState.FAILED, reason="NODE_LOST", at=ago(700))
+        transitions.move_job(session, job, JobState.RECOVERING, at=ago(700))
+        await create_attempt(session, job, device="cpu", at=ago(600))
+    share = (await scraped(database))["slotline_job_effective_training_ratio"]
+    assert share == {(attempt.job_id,): pytest.approx(0.4)}
+    async with database.write() as session:
+        job = await session.get(JobRow, attempt.job_id)
+        job.finished_at = ago(200)
+        assert (await view_in(session, job)).effective_training_ratio == pytest.approx(0.5)
 
 
 async def lines_of(database: Database) -> int:

@@ -53,6 +53,27 @@ async def test_older_jobs_load_with_the_columns_that_were_taken_from_their_speci
     await older.close()
 
 
+async def test_older_jobs_have_the_seconds_of_their_steps(empty_database_url: str):
+    """Up to the last step: what an attempt that resumes has not repeated yet is lost."""
+    older = await make_chain_database(empty_database_url)
+    at = "'2026-01-01 00:00:00'"
+    job = (
+        "INSERT INTO jobs (id, name, queue, priority, accelerators, device, spec, state, created_at, queued_at,"
+        f" attempts_made, attempts_forgiven, last_event, step) VALUES (:id, 'n', 'default', 0, 2, 'auto', '{{}}', 'RUNNING',"
+        f" {at}, {at}, 2, 0, 0, :step)"
+    )
+    step = "INSERT INTO steps (job_id, step, attempt, step_s) VALUES ('a', :step, :attempt, :step_s)"
+    async with older.engine.begin() as connection:
+        await connection.execute(text(job), [{"id": "a", "step": 3}, {"id": "b", "step": None}])
+        rows = [(1, 1, 0.5), (2, 2, 0.25), (3, 2, None), (4, 1, 8.0)]
+        names = ("step", "attempt", "step_s")
+        await connection.execute(text(step), [dict(zip(names, row, strict=True)) for row in rows])
+    await older.start()
+    async with older.read() as session:
+        assert [(await find_job(session, name)).trained_s for name in "ab"] == [0.75, 0.0]
+    await older.close()
+
+
 async def test_older_tokens_jobs_and_packages_stay_as_good_as_they_were(empty_database_url: str):
     """Rows without role and owner: tokens may do what they could, jobs are nobody's, keys find their jobs."""
     older = await make_chain_database(empty_database_url)

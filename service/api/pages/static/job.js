@@ -63,6 +63,7 @@ function showJob(job) {
     ...rates(job.state, progress, spec.training),
     ...(progress.model_flops_per_s ? { Computes: `${number(progress.model_flops_per_s / 1e12, 3)} TFLOP/s of the model` } : {}),
     ...(progress.mfu ? { MFU: percent(progress.mfu) } : {}),
+    ...(job.effective_training_ratio ? { "Effective time": percent(job.effective_training_ratio) } : {}),
     ...(spec.plan ? { Plan: `the saved plan ${spec.plan}` } : {}),
     Pipeline: `${chosen("stages", spec.pipeline?.stages)}, ${meshesOf(spec)}, ${chosen("microbatches", spec.training?.microbatches)}`,
     ...(choice?.step_s ? { "Planned step": seconds(choice.step_s) } : {}),

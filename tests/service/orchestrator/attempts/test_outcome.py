@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -123,6 +124,27 @@ async def test_a_job_shows_the_last_of_the_steps_however_they_come(one: Store):
     assert (job.step, job.loss, job.step_s) == (5, 0.5, 0.05)
     await one.report(attempt, 2)
     assert (await one.job()).step == 5
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_the_seconds_of_steps_that_were_lost_do_not_count(one: Store, seed: int):
+    """Beside the list of steps that a job without any interruption would have made."""
+    draw, kept = random.Random(seed), list[float]()
+    for _ in range(4):
+        attempt = await one.attempt()
+        del kept[draw.randint(0, len(kept)) :]  # what came after the checkpoint
+        for sequence in range(1, draw.randint(2, 5)):
+            seconds = [draw.uniform(0.1, 5.0) for _ in range(draw.randint(0, 4))]
+            steps = [step(len(kept) + k, step_s=s) for k, s in enumerate(seconds, 1)]
+            draw.shuffle(steps)
+            await one.report(attempt, sequence, steps=steps)
+            kept += seconds
+            job = await one.job()
+            if steps:  # before, nothing tells which of the steps so far were lost
+                assert job.trained_s == pytest.approx(sum(kept))
+        await one.report(attempt, 100, state=AttemptState.FAILED, reason=Reason.WORKER_LOST)
+        async with one.database.write() as session:
+            (await lock_job(session, one.job_id)).attempts_forgiven = 100
 
 
 async def test_peaks_of_memory_are_the_most_that_each_mesh_ever_told(one: Store):
