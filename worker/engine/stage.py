@@ -257,11 +257,13 @@ class StageRunner:
         elif again is not None:
             # without gradients nothing asks for one: a compiled stage has one graph for such forwards and for evaluations
             values, records = [value.detach() for value in values], training and self._can_share_casts
-        keeps_none = again is not None and records
+        has_no_backward = again is not None and records
+        # a module that runs as it is may take derivatives itself, and holds tensors until its block has run
+        holds_none = has_no_backward and not self._whole_backward
         with (
             self._random_state(microbatch),
             products,
-            keeping_no_tensors() if keeps_none else contextlib.nullcontext(),
+            keeping_no_tensors() if holds_none else contextlib.nullcontext(),
         ):
             run = run_forward(
                 run_module,
@@ -275,7 +277,7 @@ class StageRunner:
             )
             if again is not None and again.blocks is not None and self._random is not None and self._has_loss:
                 again.generator_state = self._random.generator_state()
-        if keeps_none:
+        if has_no_backward:
             run = ForwardResult([output.detach() for output in run.outputs], None)
         if run.loss is not None:
             state.losses[microbatch] = run.loss.detach()

@@ -329,10 +329,16 @@ def test_a_job_with_modules_as_they_are_is_its_plain_loop(kind, schedule):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["all", "by_block"])
 @pytest.mark.parametrize("kind", DETERMINISTIC)
-def test_a_job_that_recomputes_all_stages_and_evaluates_is_its_plain_loop(kind):
+def test_a_job_that_recomputes_all_stages_and_evaluates_is_its_plain_loop(kind, recompute):
     evaluation = {"data": {"factory": f"{opaque_models.__name__}:Rows"}, "every_steps": 3, "steps": 2}
-    compare_with_plain_loop(job(kind, pipeline={"recompute": "all"}, evaluation=evaluation))
+    compare_with_plain_loop(job(kind, pipeline={"recompute": recompute}, evaluation=evaluation))
+
+
+@pytest.mark.parametrize("kind", ["autograd.grad", "vmap of grad"])
+def test_a_stage_that_runs_its_blocks_again_has_modules_that_take_derivatives(kind):
+    compare_with_plain_loop(job(kind, pipeline={"recompute": "by_block"}))
 
 
 @pytest.mark.slow

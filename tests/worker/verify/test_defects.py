@@ -50,10 +50,10 @@ def microbatch_twice(monkeypatch):
     before = {}
 
     def run_again(original):
-        def ran(self, saved, microbatch):
+        def ran(self, saved, microbatch, **how):
             if (self._stage, microbatch) == (1, 2):
                 before.update({p: p.grad.clone() for p in self._module.parameters()})
-            return original(self, saved, microbatch)
+            return original(self, saved, microbatch, **how)
 
         return ran
 
@@ -297,12 +297,13 @@ def backward_of_another(monkeypatch):
     """Of microbatch 1 the gradient is computed on the activations of microbatch 0."""
 
     def make(original):
-        def backward(roots, gradients, inputs):
-            return original(roots, [torch.roll(one, 1, 0) if one.dim() else one for one in gradients], inputs)
+        def backward(roots, gradients, inputs, **how):
+            rolled = [torch.roll(one, 1, 0) if one.dim() else one for one in gradients]
+            return original(roots, rolled, inputs, **how)
 
         return backward
 
-    around(monkeypatch, stage_module, "backward", make)
+    around(monkeypatch, stage_module, "backward_input", make)
     return gpt(), r"gradient of '.*' of stage 1 on m1 differs .*made by 1B0 on m1"
 
 
@@ -325,10 +326,11 @@ def recomputed_differently(monkeypatch):
     """A stage that computes its forward again draws other numbers then."""
 
     def make(original):
-        def run_again(self, saved, microbatch):
+        def run_again(self, saved, microbatch, **how):
             step, self._state.step = self._state.step, self._state.step + 1
-            original(self, saved, microbatch)
+            backward = original(self, saved, microbatch, **how)
             self._state.step = step
+            return backward
 
         return run_again
 

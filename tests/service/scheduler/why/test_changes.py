@@ -17,7 +17,6 @@ from service.scheduler.why.explain import explain
 from service.scheduler.why.measured import CauseKind, Change, ChangeKind
 from service.scheduler.why.step_graph import make_step_graph
 from tests.service.scheduler.job.test_joint import measured as measured_layers
-from tests.service.scheduler.job.test_partition import selective_profile
 from tests.service.scheduler.specs import chain, measured
 from tests.service.scheduler.why.simulation import World, makespan, planned_step, run
 from worker.contract.planned import recompute_method
@@ -212,6 +211,8 @@ def recompute_kind(stage):
 
 @pytest.mark.parametrize(("limit", "method"), [(1500, "selective"), (500, "whole")])
 def test_other_cuts_recompute_as_the_job_does_and_its_own_cut_costs_what_it_did(limit: int, method: str):
+    from tests.service.scheduler.job.test_partition import selective_profile
+
     profile = selective_profile()
     profile = replace(profile, layers=tuple(replace(layer, selective_s=0.01) for layer in profile.layers))
     meshes = [MeshSpec(name="m0", memory_bytes=limit), MeshSpec(name="m1")]
