@@ -8,7 +8,7 @@ down_revision = "0021"
 
 
 def upgrade() -> None:
-    op.add_column("jobs", sa.Column("trained_s", sa.Float(), nullable=False, server_default="0"))
+    op.add_column("jobs", sa.Column("trained_s", sa.Double(), nullable=False, server_default="0"))
     op.execute(
         "UPDATE jobs SET trained_s = COALESCE((SELECT SUM(steps.step_s) FROM steps "
         "WHERE steps.job_id = jobs.id AND steps.step <= jobs.step), 0)"
