@@ -186,11 +186,12 @@ class Orchestrator:
             self._spawn(self.attempts.look_after(attempt, job, now))
         if active and marks:
             await self._admission.empty_draining_nodes(active, marks)
-        unchecked = self._checks.unchecked(waiting, marks) if self._checks is not None else frozenset()
-        if waiting or not self.autoscaling.is_idle:
-            await self._admission.admit(waiting, active, marks, unchecked=unchecked)
         if self._checks is not None and waiting:
+            held = self._checks.held(waiting, marks)
             self._spawn(self._checks.look(waiting, marks))
+            waiting = [job for job in waiting if job.id not in held]
+        if waiting or not self.autoscaling.is_idle:
+            await self._admission.admit(waiting, active, marks)
         for request in self.autoscaling.due():
             self._spawn(request)
         if self.logs.due:

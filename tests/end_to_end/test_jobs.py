@@ -245,13 +245,9 @@ def test_a_job_with_a_typo_ends_while_another_one_holds_every_accelerator(server
     assert (job["state"], job["reason"], job["attempts"]) == ("FAILED", "MODEL_BUILD_FAILED", [])
     assert "did you mean build?" in job["message"]
     assert server.job(running)["state"] in ("STARTING", "RUNNING")
-
-    def checked():
-        events = server.client.get(f"/api/v1/jobs/{running}/events").json()["items"]
-        return [event["message"] for event in events if event["kind"] == "checked"]
-
-    (found,) = until(checked, "the running job to be checked", every_s=0.2)
-    assert found.startswith("data: ") and "model: " in found
+    events = server.client.get(f"/api/v1/jobs/{running}/events").json()["items"]
+    (checked,) = [event["message"] for event in events if event["kind"] == "checked"]
+    assert checked.startswith("data: ") and "model: " in checked
     server.client.post(f"/api/v1/jobs/{running}/cancel").raise_for_status()
     server.wait(running)
     ray_head.assert_nothing_held()

@@ -124,7 +124,7 @@ class Reason(StrEnum):
     )
     CANCELLED_BY_USER = "CANCELLED_BY_USER", None, "somebody asked for the end"
     BACKING_OFF = "BACKING_OFF", None, "a pause before the next attempt"
-    CHECKING = "CHECKING", None, "its factories, arguments and data are checked before others give way to it"
+    CHECKING = "CHECKING", None, "its factories, arguments and data are checked before its first attempt"
     WAITS_FOR_ACCELERATORS = "WAITS_FOR_ACCELERATORS", None, "too few accelerators are free"
     WAITS_FOR_QUOTA = "WAITS_FOR_QUOTA", None, "the queue's quota is used up"
     WAITS_FOR_CLUSTER = "WAITS_FOR_CLUSTER", None, "its Ray cluster does not answer, or is none of its queue"

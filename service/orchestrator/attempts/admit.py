@@ -12,7 +12,7 @@ import asyncio
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -47,7 +47,6 @@ JobT = TypeVar("JobT", JobRow, WaitingRow)
 RELEASE_DELAY_S = 30.0
 """Time for which an attempt may still hold its accelerators after it was stopped."""
 _EXPLANATIONS_PER_TRANSACTION = 200
-_CHECKED_FIRST = "its factories, arguments and data are checked before another job gives way to it"
 
 
 class Admission:
@@ -93,11 +92,9 @@ class Admission:
         waiting: Sequence[WaitingRow],
         active: Sequence[tuple[AttemptRow, JobRow]],
         marks: Sequence[NodeMark] = (),
-        *,
-        unchecked: Collection[str] = frozenset(),
     ) -> None:
         """Start or explain every waiting job, request a graceful stop of each job that gives way, and say what clusters
-        are to grow for. For a job in `unchecked` none gives way and none grows: it may be wrong."""
+        are to grow for."""
         attempt_ids = defaultdict[str, list[str]](list)
         for attempt, _ in active:
             attempt_ids[attempt.cluster].append(attempt.id)
@@ -120,13 +117,8 @@ class Admission:
             now=now,
             rules=queue_rules(self._settings),
         )
-        answers = without_harm_by(unchecked, answers)
         self._autoscaling.update(
-            [
-                jobs[answer.job_id]
-                for answer in answers
-                if not isinstance(answer, Preempt) and answer.job_id not in unchecked
-            ],
+            [jobs[answer.job_id] for answer in answers if not isinstance(answer, Preempt)],
             holders,
             {job.id for attempt, job in active if attempt.attempt_state is AttemptState.STARTING},
             capacities=capacities,
@@ -177,20 +169,6 @@ async def _workers_left_out(
             if placed.node_id in left_out.get(placed.cluster, ()):
                 workers[placed.attempt_id] += placed.workers
     return workers
-
-
-def without_harm_by(
-    unchecked: Collection[str], answers: Sequence[Start | Preempt | Wait]
-) -> list[Start | Preempt | Wait]:
-    """`answers` in which no job gives way to one in `unchecked`; that one waits for its check instead."""
-    kept: list[Start | Preempt | Wait] = []
-    for_unchecked = {answer.for_job for answer in answers if isinstance(answer, Preempt)} & {*unchecked}
-    for answer in answers:
-        if isinstance(answer, Wait) and answer.job_id in for_unchecked:
-            kept.append(Wait(answer.job_id, Reason.CHECKING, _CHECKED_FIRST))
-        elif not isinstance(answer, Preempt) or answer.for_job not in for_unchecked:
-            kept.append(answer)
-    return kept
 
 
 async def explain_waits(database: Sessions, waits: Sequence[tuple[WaitingRow, Wait]]) -> None:

@@ -1,10 +1,10 @@
-"""Checks jobs that wait for accelerators, and ends those with problems before they take any.
+"""Checks queued jobs before their first attempt, and ends those with problems, before they take accelerators.
 
-A job that can start at once is not checked here: its driver does that beside its launch, as where a check was undecided.
-For a job without an answer no other gives way and no cluster grows, for TURN_LIMIT_S. Jobs of a cluster that is away, or
-has no node with their accelerators, are not checked. Runs are shared with other control planes and begin again where one
-dies (tasks/runner.py); what a job was found to be is in its row. Who has the fewest jobs under check comes first, then
-priority, then age.
+A job is held back from admission while its check runs, and for TURN_LIMIT_S while it waits for one: after that it is
+admitted unchecked, and its driver checks it, as it does where a check was undecided. Jobs of a cluster that is away, or
+has no node with their accelerators, are not checked and not held. Runs are shared with other control planes and begin
+again where one dies (tasks/runner.py); what a job was found to be is in its row. Who has the fewest jobs under check
+comes first, then priority, then age.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from service.orchestrator.decisions.attempt_lifecycle import device_of
+from service.orchestrator.attempts.admit import explain_waits
+from service.orchestrator.decisions.attempt_lifecycle import Wait, device_of
 from service.orchestrator.planning.pool import PlannerBusyError
 from service.orchestrator.ray.clusters import Clusters
 from service.orchestrator.tasks.check import CheckAnswer, CheckRequest, CheckUndecidedError
@@ -28,7 +29,7 @@ from service.store.transitions import add_event, lock_job, move_job
 from worker.contract.reasons import Reason
 
 TURN_LIMIT_S = 60.0
-"""For this time after its submission a job waits for an answer, where others would have to give way to it."""
+"""For this time after its submission a job waits for its turn to be checked, where it could start otherwise."""
 PASSED_KEPT_S = 300.0
 """For this time the answer for a job without problems holds for equal ones."""
 _LOADS_A_ROUND = 16
@@ -52,8 +53,8 @@ class JobChecks:
         self._passed: dict[str, tuple[float, CheckAnswer]] = {}
         self._looking = False
 
-    def unchecked(self, waiting: Sequence[WaitingRow], marks: Sequence[NodeMark] = ()) -> set[str]:
-        """The ids of the jobs to which no other is to give way before their check has answered."""
+    def held(self, waiting: Sequence[WaitingRow], marks: Sequence[NodeMark] = ()) -> set[str]:
+        """The ids of the jobs that are not to be admitted before their check has answered."""
         now = datetime.now(UTC)
         return {
             job.id
@@ -72,6 +73,7 @@ class JobChecks:
             self._under_check = {
                 job_id: checked for job_id, checked in self._under_check.items() if job_id in here
             }
+            await self._explain(jobs)
             await self._begin(jobs)
             await self._apply_answers()
         finally:
@@ -86,6 +88,12 @@ class JobChecks:
             return bool(capacity and capacity.total[device_of(job.device, job.accelerators, capacity)])
 
         return [job for job in waiting if _is_unchecked(job) and offers_accelerators(job)]
+
+    async def _explain(self, jobs: Sequence[WaitingRow]) -> None:
+        """Say that a job is checked first, where nothing says yet why it waits."""
+        message = "its factories, arguments and data are checked, without an accelerator"
+        fresh = [(job, Wait(job.id, Reason.CHECKING, message)) for job in jobs if job.reason is None]
+        await explain_waits(self._database, fresh)
 
     async def _begin(self, jobs: Sequence[WaitingRow]) -> None:
         """Take up jobs as long as there are runs for them. Equal jobs share one."""
@@ -149,6 +157,8 @@ class JobChecks:
             job = await lock_job(session, job_id)
             if job is None or not _is_unchecked(job):
                 return
+            if job.reason == Reason.CHECKING:
+                job.reason = job.message = None
             if isinstance(answer, str):
                 job.check_state = CheckState.UNDECIDED
                 add_event(

@@ -1,4 +1,4 @@
-"""Jobs that wait for accelerators are checked meanwhile: what is wrong ends them before they take one."""
+"""Queued jobs are checked before their first attempt: what is wrong ends them before they take an accelerator."""
 
 from __future__ import annotations
 
@@ -50,12 +50,6 @@ class CheckedWorld(World):
         self.orchestrator = Orchestrator(self.settings, self.database, self.clusters, self.runner)
         self.orchestrator.attempts.backoff, self.orchestrator.attempts.limits = backoff, limits
 
-    async def free_accelerators(self) -> None:
-        """The job that holds them all ends."""
-        await self.report(f"{self.holder}-1", 2, state=AttemptState.SUCCEEDED)
-        self.cluster.states[f"{self.holder}-1"] = RayJob(RayState.SUCCEEDED)
-        await self.rounds(3)
-
     @property
     def checks(self) -> list[str]:
         """Ids of the Ray jobs that are checks, in the order of their submission."""
@@ -105,42 +99,24 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     async with database.engine.begin() as connection:
         await connection.run_sync(Base.metadata.create_all)
     world = CheckedWorld(database)
-    world.holder = await world.start(name="holder")
     yield world
     await world.runner.close()
     await database.close()
 
 
-async def test_a_job_that_can_start_at_once_is_left_to_its_driver(world: CheckedWorld):
-    assert not world.checks and (await world.job(world.holder)).check_state is None
-    await world.free_accelerators()
-    second = await world.submit()
-    await world.rounds(2)
-    assert (await world.job(second)).job_state is JobState.STARTING and not world.checks
-
-
 async def test_a_wrong_job_ends_while_another_holds_every_accelerator(world: CheckedWorld):
-    wrong = await world.submit(name="wrong", model={"factory": "gtp:build"})
+    running = await world.submit(name="runs")
     await world.until_checks(1)
-    await world.answer(world.checks[0], TYPO)
+    assert (await world.job(running)).reason == Reason.CHECKING, "free accelerators wait for the answer"
+    await world.answer(world.checks[0], PASSED)
+    await world.report(f"{running}-1", 1, state=AttemptState.RUNNING)
+    wrong = await world.submit(name="wrong", model={"factory": "gtp:build"})
+    await world.until_checks(2)
+    await world.answer(world.checks[1], TYPO)
     job = await world.job(wrong)
     assert (job.job_state, job.reason) == (JobState.FAILED, Reason.MODEL_BUILD_FAILED)
     assert job.message == "model.factory: there is no module 'gtp'"
-    assert job.attempts_made == 0 and (await world.job(world.holder)).job_state is JobState.RUNNING
-
-
-@pytest.mark.parametrize(("answer", "gives_way"), [(PASSED, True), (TYPO, False)])
-async def test_no_job_gives_way_to_one_that_may_be_wrong(
-    world: CheckedWorld, answer: JobCheck, gives_way: bool
-):
-    urgent = await world.submit(name="urgent", priority=50)
-    await world.until_checks(1)
-    await world.rounds(2)
-    job = await world.job(urgent)
-    assert (job.job_state, job.reason) == (JobState.QUEUED, Reason.CHECKING), job.message
-    assert (await world.attempt(f"{world.holder}-1")).end_asked_at is None
-    await world.answer(world.checks[0], answer)
-    assert ((await world.attempt(f"{world.holder}-1")).end_asked_at is not None) == gives_way
+    assert job.attempts_made == 0 and (await world.job(running)).job_state is JobState.RUNNING
 
 
 async def test_the_traceback_of_what_a_jobs_code_raised_is_in_its_events(world: CheckedWorld):
@@ -157,8 +133,6 @@ async def test_a_job_without_problems_starts_and_says_what_was_checked(world: Ch
     await world.rounds(2)
     assert (await world.job(job_id)).job_state is JobState.QUEUED
     await world.answer(world.checks[0], PASSED)
-    assert (await world.job(job_id)).job_state is JobState.QUEUED
-    await world.free_accelerators()
     job = await world.job(job_id)
     assert (job.job_state, job.check_state) == (JobState.STARTING, CheckState.PASSED)
     (message,) = await world.messages(job_id, "checked")
@@ -200,7 +174,6 @@ async def test_a_check_without_an_answer_leaves_the_job_to_its_driver(
     await world.until_checks(1)
     world.cluster.logs[world.checks[0]] = log
     await world.end(world.checks[0], state)
-    await world.free_accelerators()
     job = await world.job(job_id)
     assert (job.job_state, job.check_state) == (JobState.STARTING, CheckState.UNDECIDED)
     (message,) = await world.messages(job_id, "check")
@@ -250,19 +223,18 @@ async def test_few_checks_run_at_once_and_owners_take_turns(world: CheckedWorld)
     assert len(names) == CheckTask.concurrency and "b" in names, "one job of another owner comes before many"
 
 
-async def test_a_job_that_waits_for_a_check_for_too_long_has_others_give_way_unchecked(world: CheckedWorld):
+async def test_a_job_that_waits_for_a_check_for_too_long_starts_unchecked(world: CheckedWorld):
     for number in range(CheckTask.concurrency):
-        await world.submit(priority=70, model={"factory": f"m:f{number}"})
+        await world.submit(priority=5, model={"factory": f"m:f{number}"})
+    behind = await world.submit(model={"factory": "m:last"})
     await world.until_checks(CheckTask.concurrency)
-    behind = await world.submit(priority=90, model={"factory": "m:last"})
-    await world.rounds(2)
-    assert (await world.attempt(f"{world.holder}-1")).end_asked_at is None
+    assert (await world.job(behind)).job_state is JobState.QUEUED
     async with world.database.write() as session:
         job = await lock_job(session, behind)
         job.queued_at -= timedelta(seconds=checks.TURN_LIMIT_S)
     await world.rounds(2)
-    assert (await world.attempt(f"{world.holder}-1")).end_asked_at is not None
-    assert (await world.job(behind)).check_state is None
+    job = await world.job(behind)
+    assert (job.job_state, job.check_state) == (JobState.STARTING, None)
 
 
 async def test_a_cancelled_job_stays_cancelled_whatever_its_check_finds(world: CheckedWorld):
@@ -332,7 +304,7 @@ async def test_a_retried_job_is_checked_again(world: CheckedWorld):
         await retry_job(session, job_id, at=utc_now())
     await world.until_checks(2)
     await world.answer(world.checks[1], PASSED)
-    assert (await world.job(job_id)).check_state == CheckState.PASSED
+    assert (await world.job(job_id)).job_state is JobState.STARTING
 
 
 def test_the_last_whole_result_of_a_process_is_read():
