@@ -193,16 +193,18 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _details(error: BaseException) -> str:
     """The traceback of what `error` was raised from, unless all of it is in words of this package's own; the end of it."""
-    while before := error.__cause__ or (None if _is_first(error) else error.__context__):
-        error = before
-    if isinstance(error, ModelError | AttemptFailure):
+    for cause in _causes(error):
+        if _is_first(cause):
+            break
+    if isinstance(cause, ModelError | AttemptFailure):
         return ""
-    return "".join(traceback.format_exception(error))[-_MAX_DETAILS:]
+    return "".join(traceback.format_exception(cause))[-_MAX_DETAILS:]
 
 
 def _is_first(error: BaseException) -> bool:
     """True if what `error` came from was hidden on purpose; `as_failure` hides only what it repeats."""
-    return error.__suppress_context__ and not isinstance(error, AttemptFailure)
+    hides = error.__suppress_context__ and error.__cause__ is None
+    return hides and not isinstance(error, AttemptFailure)
 
 
 def _text(error: BaseException) -> str:

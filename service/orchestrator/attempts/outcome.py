@@ -160,10 +160,9 @@ async def _store_measurements(
         if job.step is not None and first <= job.step:  # behind a checkpoint: what came after it was lost
             job.trained_s -= await seconds_of_steps(session, job.id, first, job.step)
         job.trained_s = max(0.0, job.trained_s + sum(step.step_s or 0.0 for step in steps.values()))
-    await record_steps(session, attempt, steps.values())
-    if steps:
         job.step, job.loss, job.step_s = last.step, last.loss, last.step_s
         job.metrics = last.metrics
+    await record_steps(session, attempt, steps.values())
     if report.running_plan is not None:
         since_step, plan = report.running_plan
         await record_job_plan(session, attempt, plan, at=at, since_step=since_step)
