@@ -2,6 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || echo python3.11)
 VENV := .venv
 OTHER_RAY ?= 2.59.0
+OTHER_TORCH ?= 2.15.0
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEMO_READY := $(VENV)/.demo-ready
@@ -23,7 +24,7 @@ export OMP_NUM_THREADS ?= 1
 export RAY_DEDUP_LOGS ?= 0
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: help setup demo test test-all lint format mutants bench bench-overlap bench-training bench-planned bench-models bench-queues bench-seeing image-test bench-resume bench-checkpoints bench-reduces bench-compiled kill-test kind-test upgrade-test ray-test gpu-check bench-service system-packages clean
+.PHONY: help setup demo test test-all lint format mutants bench bench-overlap bench-training bench-planned bench-models bench-queues bench-seeing image-test bench-resume bench-checkpoints bench-reduces bench-compiled kill-test kind-test upgrade-test ray-test torch-test gpu-check bench-service system-packages clean
 
 help:
 	@echo "make demo           install, start a local Slotline, train two jobs, show where the time went"
@@ -41,6 +42,7 @@ help:
 	@echo "make kind-test      the chart on a kind cluster: install, helm test, a job, an upgrade (TORCH_INDEX=... KUBERAY_CHART=...; docker)"
 	@echo "make upgrade-test   FROM=revision: that control plane upgraded to this tree's while a job trains on a local Ray (1 minute)"
 	@echo "make ray-test       what the control plane asks of Ray, asked of the minor version before ours too (2 minutes)"
+	@echo "make torch-test     the worker's tests with another torch, OTHER_TORCH=version (gigabytes; TORCH_INDEX=... for CPU wheels; 10 minutes)"
 	@echo "make gpu-check      the first hour on a machine with GPUs: ten checks up to the first failure, and one report, gpu-check.md"
 	@echo "make kill-test      three replicas on PostgreSQL, one always killed or frozen, for SLOTLINE_KILL_TEST_S seconds (300)"
 	@echo "make bench-service  submissions beside Ray's Jobs API, waits of clients in a crowd and beside 10,000 waiting jobs, hostile bodies (8 minutes)"
@@ -158,6 +160,16 @@ $(VENV)/ray-$(OTHER_RAY)/.ready:
 
 ray-test: setup $(VENV)/ray-$(OTHER_RAY)/.ready
 	SLOTLINE_OTHER_RAY=$(VENV)/ray-$(OTHER_RAY) $(BIN)/python -m pytest tests/service/orchestrator/ray/test_ray_versions.py
+
+# Another torch than the one of constraints.txt, in a folder in front of it.
+$(VENV)/torch-$(OTHER_TORCH)/.ready: | setup
+	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) --target $(@D) "torch==$(OTHER_TORCH)"
+	@touch $@
+
+torch-test: export PYTHONPATH = $(CURDIR)/$(VENV)/torch-$(OTHER_TORCH)
+torch-test: export SLOTLINE_TEST_SHARE ?= 0.25
+torch-test: setup $(VENV)/torch-$(OTHER_TORCH)/.ready
+	$(PYTEST) -m "not ($(BY_NIGHT) or ray)" $(PYTEST_ARGS) tests/worker
 
 upgrade-test: setup
 	$(BIN)/python -m tests.benchmarks.upgrade $(FROM)

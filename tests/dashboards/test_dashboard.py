@@ -329,6 +329,8 @@ def test_every_panel_of_a_job_shows_its_own_figures_though_another_is_scraped(ru
         assert _last(answers[f"job: {title}"]) == pytest.approx(value, abs=1), title
     (profiled,) = _last(answers["job: Profiled step/A"]).values()
     assert 0 < profiled < OTHER.first_step and profiled % 10 == 0
+    (effective,) = _last(answers["job: Effective training time/A"]).values()
+    assert 0 < effective < 1, "the two seconds of its steps in the time since"
 
 
 LINKS = [("mesh0", "mesh1"), ("mesh1", "mesh0"), ("mesh1", "mesh2"), ("mesh2", "mesh1")]
@@ -342,6 +344,7 @@ GROWING = {
     "Idle accelerator-hours of the last hour/A",
     "Start of the attempt/A",
     "Age of the checkpoint/A",
+    "Effective training time/A",
 }
 
 

@@ -36,8 +36,12 @@ _MATRIX_PRODUCTS = {
 _CONVOLUTION = "ConvolutionBackward0"
 
 
+Root = torch.Tensor | GradientEdge
+"""Where a backward starts: a tensor, or its edge in the graph."""
+
+
 def backward(
-    roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    roots: Sequence[Root], gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor | None]:
     """Accumulate parameter gradients into `.grad` and return the gradients of `inputs` (leaves)."""
     if roots:
@@ -232,7 +236,7 @@ class WeightBackward:
 
 
 def backward_input(
-    roots: Sequence[torch.Tensor],
+    roots: Sequence[Root],
     gradients: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
     *,
@@ -293,8 +297,8 @@ def _without_neighbours(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return gradient.clone()
 
 
-def _edge_of(tensor: torch.Tensor) -> Edge:
-    node, place = get_gradient_edge(tensor)[:2]
+def _edge_of(root: Root) -> Edge:
+    node, place = (root if isinstance(root, GradientEdge) else get_gradient_edge(root))[:2]
     return node, place
 
 

@@ -33,7 +33,14 @@ from worker.engine.recomputation.products import KeptProducts, StageProducts
 from worker.engine.results import StageError
 from worker.engine.routes import StageWiring
 from worker.engine.spot_check import ForwardCheck, Spot
-from worker.engine.stage_io import ComputeSettings, SavedForward, StageObserver, StageTensors, StepState
+from worker.engine.stage_io import (
+    BackwardRoot,
+    ComputeSettings,
+    SavedForward,
+    StageObserver,
+    StageTensors,
+    StepState,
+)
 from worker.model.opaque.call import opaque_calls
 from worker.model.pytree import zero_loss
 from worker.model.rng import RNG_LOCK, RandomState, reseed_at_random_ops, seeded
@@ -325,7 +332,9 @@ class StageRunner:
         saved.loss = run.loss
         for wiring, output in zip(self._wiring.outputs, run.outputs, strict=True):
             if wiring.local_consumers or wiring.routes:
-                saved.outputs[wiring.tensor] = output
+                # the tensor itself: a backward by block tells values that it keeps by what they are
+                start = output if output.requires_grad else None
+                saved.roots[wiring.tensor] = BackwardRoot(start, output.dtype)
         return step
 
     def _run_block(

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
+from worker.engine.autograd import Root
 from worker.engine.forward import InputSource
 from worker.engine.optim.grad_scaler import PipelineGradScaler
 from worker.engine.recomputation.inputs import RecomputeInputs
@@ -131,16 +133,32 @@ class StageObserver(Protocol):
         """A stage's action is over."""
 
 
+@dataclass(frozen=True)
+class BackwardRoot:
+    """The start of an output's backward (None: it takes no gradient), and the dtype of its gradient."""
+
+    start: Root | None
+    dtype: torch.dtype
+
+    @classmethod
+    def behind(cls, output: torch.Tensor) -> BackwardRoot:
+        """The root of an output whose value nobody here needs any more: its memory is free once it has been sent, unless
+        an operation keeps it for its backward. An input that is handed through stays itself."""
+        if not output.requires_grad:
+            return cls(None, output.dtype)
+        return cls(output if output.is_leaf else get_gradient_edge(output), output.dtype)
+
+
 @dataclass
 class SavedForward:
-    """The tensors that a forward leaves for the backward of its microbatch; leaf k came from `sources[k]`.
+    """The things that a forward leaves for the backward of its microbatch; leaf k came from `sources[k]`.
 
-    Of a recomputed stage `outputs` and `loss` are missing until the forward has run again, from `recompute_inputs`.
+    Of a recomputed stage `roots` and `loss` are missing until the forward has run again, from `recompute_inputs`.
     """
 
     leaves: list[torch.Tensor]
     sources: list[LocalInput | RemoteInput]
-    outputs: dict[str, torch.Tensor]
+    roots: dict[str, BackwardRoot]
     loss: torch.Tensor | None
     recompute_inputs: RecomputeInputs | None = None
 
@@ -193,17 +211,17 @@ class StageTensors:
             if self.observer is not None:
                 self.observer.on_send(route, False, microbatch, wire)
         if (wiring.local_consumers or wiring.routes) and saved.recompute_inputs is None:
-            saved.outputs[wiring.tensor] = output
+            saved.roots[wiring.tensor] = BackwardRoot.behind(output)
 
-    def roots(self, saved: SavedForward, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The tensors that backward starts from and their gradients, summed over users in a fixed order."""
+    def roots(self, saved: SavedForward, microbatch: int) -> tuple[list[Root], list[torch.Tensor]]:
+        """The starts of the backward and the gradients there, summed over users in a fixed order."""
         state = self._state
         roots, gradients = [], []
         if saved.loss is not None and saved.loss.requires_grad:
             roots.append(saved.loss)
             gradients.append(self._loss_gradient(saved.loss))
         for wiring in self._wiring.outputs:
-            if wiring.tensor not in saved.outputs:
+            if (root := saved.roots.get(wiring.tensor)) is None:
                 continue
             parts = [
                 state.local_gradients.pop((self._stage, wiring.tensor, user, microbatch), None)
@@ -212,10 +230,9 @@ class StageTensors:
             parts += [
                 self._received_gradient(route, microbatch) for route in wiring.routes if route.differentiable
             ]
-            output = saved.outputs[wiring.tensor]
-            gradient = _sum_gradients([part for part in parts if part is not None], output.dtype)
-            if gradient is not None and output.requires_grad:
-                roots.append(output)
+            gradient = _sum_gradients([part for part in parts if part is not None], root.dtype)
+            if gradient is not None and root.start is not None:
+                roots.append(root.start)
                 gradients.append(gradient)
             state.local.pop((self._stage, wiring.tensor, microbatch), None)
         return roots, gradients

@@ -2,11 +2,13 @@
 
 import random
 import time
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.polling import until
 from tests.worker.engine.engine_support import (
     Graph,
     LocalPipeline,
@@ -161,5 +163,57 @@ def test_gradients_through_a_stage_that_hands_them_on_are_those_of_the_plain_run
         assert results[mesh_of_stage[-1], 0].losses == pytest.approx(losses, abs=1e-10)
         found = pipeline.gradients()
     assert found.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12)
+
+
+def residual_chain(count: int) -> Graph:
+    """A chain of which no operation keeps what a stage hands on: x + tanh(linear)."""
+    graph = chain(count)
+    for s, stage in enumerate(graph.stages):
+        graph.stages[s] = make_stage(
+            s, stage.inputs, stage.outputs, lambda m, x: (x + torch.tanh(m.lin(x)),), lin=stage.lin
+        )
+    return graph
+
+
+class OutputsInMemory:
+    """Observes a stage: when the first gradient arrives, which its peer made of what was sent, waits until the memory of
+    all outputs is free."""
+
+    def __init__(self):
+        self.made = []
+        self.waited = False
+
+    def on_output(self, stage, tensor, microbatch, value):
+        self.made.append(weakref.ref(value.untyped_storage()))
+
+    def on_send(self, route, backward, microbatch, tensor):
+        pass
+
+    def on_receive(self, route, backward, microbatch, tensor):
+        if backward and not self.waited:
+            self.waited = True
+            until(lambda: not self.left(), lambda: f"{self.left()} of {len(self.made)}", limit_s=10)
+
+    def on_action_end(self, action, stage, microbatch):
+        pass
+
+    def left(self):
+        return sum(storage() is not None for storage in self.made)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
+def test_an_output_that_was_sent_takes_no_memory_until_its_backward(split):
+    graph, mesh_of_stage = residual_chain(2), ["m0", "m1"]
+    _, programs = planned(graph, mesh_of_stage, 8, "gpipe", split_backward=split)
+    losses, gradients = Plain(graph).step(*batch(8))
+    observer = OutputsInMemory()
+    with LocalPipeline(graph, mesh_of_stage, programs, 8) as pipeline:
+        pipeline.engines["m0", 0].runners[0].observe(observer)
+        results = pipeline.step(0, [batch(8)])
+        assert results["m1", 0].losses == pytest.approx(losses, abs=1e-10)
+        found = pipeline.gradients()
+    assert observer.waited and len(observer.made) == 8
     for name, gradient in gradients.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12)

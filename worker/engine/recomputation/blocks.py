@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx, nn
 
-from worker.engine.autograd import WeightBackward
+from worker.engine.autograd import Root, WeightBackward
 from worker.engine.forward import as_non_leaf
 from worker.model.rng import ReseedBeforeOp
 from worker.model.stages import LAYER_MARK
@@ -23,7 +23,7 @@ Values = Mapping[str, torch.Tensor]
 Gradients = dict[str, torch.Tensor]
 RunBlock = Callable[[nn.Module, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 Backward = Callable[
-    [Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor]],
+    [Sequence[Root], Sequence[torch.Tensor], Sequence[torch.Tensor]],
     tuple[list[torch.Tensor | None], WeightBackward],
 ]
 
@@ -110,7 +110,7 @@ class StageBlocks:
         self,
         kept: KeptBlocks,
         last: LastBlock,
-        roots: Sequence[torch.Tensor],
+        roots: Sequence[Root],
         gradients: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
         *,

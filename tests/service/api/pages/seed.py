@@ -184,7 +184,7 @@ async def _seed_jobs(database: Database, serve_metrics: Callable[[str], str] | N
         attempt.metrics_endpoint = serve_metrics(running.id) if serve_metrics else None
         transitions.move_attempt(attempt, AttemptState.RUNNING, at=now)
         transitions.move_job(session, running, JobState.RUNNING, at=now)
-        running.step, running.loss, running.step_s = STEPS, 1.25, 0.05
+        running.step, running.loss, running.step_s, running.trained_s = STEPS, 1.25, 0.05, STEPS * 0.05
         await record_job_plan(session, attempt, plan_body(spec, plan), at=now)
         await record_steps(session, attempt, [step(number) for number in range(1, STEPS + 1)])
         running.step_flops, running.peak_flops_per_s = running.step_s * 3e12, 8e12
