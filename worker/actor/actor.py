@@ -32,6 +32,7 @@ from worker.actor.benchmarks import (
 )
 from worker.actor.device import choose_device, make_transport, use_tf32
 from worker.actor.evaluation import EvaluationBatches, EvaluationSize, Evaluator
+from worker.actor.health import check_accelerator
 from worker.actor.model_host import JobModel
 from worker.actor.node import WorkerAddress, own_node_address, processor_share
 from worker.actor.optimizer import (
@@ -126,6 +127,11 @@ class Worker:
             process_id=os.getpid(),
             device=self._device,
         )
+
+    def check_accelerator(self) -> list[str]:
+        """Notes on this worker's GPU. Raises AttemptFailure (ACCELERATOR_FAILED) where no job can trust it."""
+        with self._raise_as_attempt_failure():
+            return check_accelerator(self._device)
 
     def gpu_peak_flops(self) -> float | None:
         """The peak FLOP/s of this worker's GPU in the job's precision; None: not known."""

@@ -61,7 +61,7 @@ class GpuMeter:
         self._next_s = self._now() + GPU_READ_INTERVAL_S
         try:
             if self._handle is None:
-                self._open()
+                self._nvml, self._handle = open_nvml(self._identity)
             busy = self._nvml.nvmlDeviceGetUtilizationRates(self._handle)
             memory = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
         except (
@@ -72,11 +72,14 @@ class GpuMeter:
             return None
         return GpuUsage(busy.gpu / 100, memory.used, memory.total)
 
-    def _open(self) -> None:
-        import pynvml
 
-        pynvml.nvmlInit()
-        self._nvml, self._handle = pynvml, pynvml.nvmlDeviceGetHandleByUUID(self._identity())
+def open_nvml(identity: Callable[[], str] | None = None) -> tuple[Any, Any]:
+    """The module of NVML, and its handle of the GPU with the UUID `identity`, or else of this thread's. Raises whatever
+    tells that there is no such package, library, right or GPU."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    return pynvml, pynvml.nvmlDeviceGetHandleByUUID((identity or _current_gpu_uuid)())
 
 
 def _current_gpu_uuid() -> str:

@@ -79,10 +79,20 @@ class GangMeasurements:
         self._traced_for: int | None = None  # the number of microbatches whose graph all workers have
 
     def prepare(self) -> None:
-        """Have every worker build the data and the loss, and answer its cache keys."""
+        """Have every worker check its GPU, build the data and the loss, and answer its cache keys."""
+        if self._device == "cuda":
+            self._check_accelerators()
         self.keys = self._call(
             "prepare", PerWorker(self._by_worker(self._job.mesh_sizes)), what="building the data and the loss"
         )
+
+    def _check_accelerators(self) -> None:
+        notes = self._call("check_accelerator", what="checking the accelerators")
+        for address, of_worker in zip(self._gang.addresses, notes, strict=True):
+            for note in of_worker or ():
+                self._reporter.event(
+                    "accelerator_fault", f"mesh {address.mesh}, worker {address.worker}: {note}"
+                )
 
     def trace(self, microbatches: int) -> None:
         """Worker 0 builds and traces the model, the others take its graph: only one ever holds all parameters."""

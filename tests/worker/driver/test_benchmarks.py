@@ -279,3 +279,38 @@ def test_training_goes_on_where_the_control_plane_does_not_take_that_a_link_is_s
         if thread.name == "slotline-links":
             thread.join(30)
     assert "no route" in caplog.text and events[-1][0] == "links_stale"
+
+
+class CheckedGang(FakeGang):
+    """Two workers with GPUs, of which the second has a note; `calls` are those that came, in order."""
+
+    def __init__(self):
+        self.calls = []
+        self.addresses = [WorkerAddress(f"m{k}", 0, "a", "id of a", 7, "cuda") for k in range(2)]
+        self.workers = [self._worker(notes) for notes in ([], ["GPU-1 of node a: 3 ECC errors"])]
+
+    def _worker(self, notes):
+        def answer(name, value):
+            return SimpleNamespace(remote=lambda *_: self.calls.append(name) or value)
+
+        return SimpleNamespace(
+            check_accelerator=answer("check_accelerator", notes), prepare=answer("prepare", {8: "key"})
+        )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_gpus_are_checked_before_anything_is_built_and_their_faults_are_told(device):
+    gang, events = CheckedGang(), []
+    measurements = GangMeasurements(
+        JOB,
+        gang,
+        control=Control(),
+        reporter=SimpleNamespace(event=lambda *event: events.append(event)),
+        device=device,
+        limits=Limits(),
+    )
+    measurements.prepare()
+    checks = ["check_accelerator"] * 2 if device == "cuda" else []
+    assert gang.calls == [*checks, "prepare", "prepare"]
+    told = ("accelerator_fault", "mesh m1, worker 0: GPU-1 of node a: 3 ECC errors")
+    assert events == ([told] if device == "cuda" else [])

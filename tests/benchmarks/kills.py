@@ -1,0 +1,226 @@
+"""Kills workers and drivers of one job at random moments, and compares its record with that of a run left alone.
+
+`python -m tests.benchmarks.kills`, about 15 minutes: `slotline serve` with a local Ray of its own trains the demo's GPT on
+three meshes twice, first undisturbed. Then one process after the other dies by SIGKILL, a worker or the driver, while it
+trains or, one time in four, while it still recovers. Every step has to stand in the record once, with the same loss to the
+bit. Exit status 1 where that is not so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from service.cli.serve import LocalServer
+from service.orchestrator.ray.local_ray import free_ports
+
+MESHES = 3
+LIMIT_S = 120.0
+"""The longest that a job may take from a kill to a step that is new."""
+FINAL = {"SUCCEEDED", "FAILED", "CANCELLED"}
+
+
+@dataclass
+class Kill:
+    """A process that was killed, and what came of it: seconds to the next new step (None: another kill or the end came
+    first), and the steps that were computed again."""
+
+    victim: str
+    seconds: float | None = None
+    again: int = 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--every", type=int, default=5, help="steps between checkpoints")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        server = LocalServer(
+            directory=place,
+            port=free_ports(1)[0],
+            log=place / "log",
+            environment={"SLOTLINE_LOCAL_WORKERS": f"{MESHES}"},
+        )
+        with server, httpx.Client(base_url=server.url, timeout=60, trust_env=False) as client:
+            site = Site(server, client)
+            alone = site.submit("alone", options.steps, options.every, place)
+            while site.job(alone)["state"] not in FINAL:
+                time.sleep(0.5)
+            expected = site.record(alone)
+            killed = site.submit("killed", options.steps, options.every, place)
+            kills = kill_again_and_again(site, killed, options.kills, random.Random(options.seed))
+            job = site.job(killed)
+            found = site.record(killed)
+            left = len(site.workers())
+    return report(job, kills, expected, found, left, options.steps)
+
+
+@dataclass
+class Site:
+    """A running control plane and its local Ray."""
+
+    server: LocalServer
+    client: httpx.Client
+
+    def submit(self, name: str, steps: int, every: int, place: Path) -> str:
+        """Submit the job; returns its id. Its order is fixed: sums in another order round apart."""
+        spec = {
+            "name": name,
+            "model": {
+                "factory": "worker.examples.gpt:build",
+                "args": {"layers": 6, "width": 96, "heads": 4, "length": 64},
+            },
+            "data": {"factory": "worker.examples.text:ByteWindows", "args": {"length": 64}},
+            "loss": {"factory": "torch.nn.functional:cross_entropy"},
+            "optimizer": {"factory": "torch.optim:AdamW", "args": {"lr": 1e-3}},
+            "training": {"steps": steps, "global_batch": 32, "microbatches": 8, "seed": 0},
+            "pipeline": {"stages": MESHES, "schedule": "1f1b", "replan": "off"},
+            "resources": {"meshes": MESHES, "device": "cpu"},
+            "checkpoint": {"uri": str(place / "checkpoints"), "every_steps": every},
+            "retry": {"infrastructure": -1},
+        }
+        return self.client.post("/api/v1/jobs", json=spec).raise_for_status().json()["id"]
+
+    def job(self, job_id: str) -> dict[str, Any]:
+        return self.client.get(f"/api/v1/jobs/{job_id}").raise_for_status().json()
+
+    def record(self, job_id: str) -> list[tuple[int, float]]:
+        """The number and the loss of each step of the job's record, as it stands there."""
+        items: list[tuple[int, float]] = []
+        token = None
+        while True:
+            query = {"limit": 500} | ({"page_token": token} if token else {})
+            page = self.client.get(f"/api/v1/jobs/{job_id}/steps", params=query).raise_for_status().json()
+            items += [(step["step"], step["loss"]) for step in page["items"]]
+            token = page["next_page_token"]
+            if not token:
+                return items
+
+    def workers(self) -> list[psutil.Process]:
+        """The training actors of this server's Ray."""
+        process = psutil.Process(self.server._process.pid)
+        return [one for one in process.children(recursive=True) if _title(one).startswith("ray::Worker")]
+
+    def drivers(self) -> list[psutil.Process]:
+        """The processes that serve the metrics of a job in training."""
+        groups = self.client.get("/api/v1/prometheus/targets").raise_for_status().json()
+        ports = {int(target.rpartition(":")[2]) for group in groups for target in group["targets"]}
+        return [
+            psutil.Process(one.pid)
+            for one in psutil.net_connections("tcp")
+            if one.status == psutil.CONN_LISTEN and one.laddr.port in ports and one.pid is not None
+        ]
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def kill_again_and_again(site: Site, job_id: str, count: int, draw: random.Random) -> list[Kill]:
+    """Kill `count` processes of a job one after the other, as long as it goes on."""
+    kills: list[Kill] = []
+    reached, last_kill_at = 0, time.monotonic()
+    while len(kills) < count:
+        job = site.job(job_id)
+        if job["state"] in FINAL:
+            break
+        reached = max(reached, job["step"] or 0)
+        recovers = bool(kills) and draw.random() < 0.25
+        if not recovers:
+            reached = _wait_for_a_new_step(site, job_id, reached, kills[-1] if kills else None, last_kill_at)
+        time.sleep(draw.uniform(0.0, 4.0))
+        victims = [("worker", one) for one in site.workers()]
+        if draw.random() < 0.5 and (drivers := site.drivers()):
+            victims = [("driver", one) for one in drivers]
+        if not victims:
+            continue
+        kind, victim = draw.choice(victims)
+        try:
+            victim.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            continue
+        kills.append(Kill(kind + (", recovering" if recovers else "")))
+        last_kill_at = time.monotonic()
+        print(f"{len(kills):3d} {kills[-1].victim} behind step {site.job(job_id)['step']}", flush=True)
+    _wait_for_a_new_step(site, job_id, reached, kills[-1] if kills else None, last_kill_at)
+    while site.job(job_id)["state"] not in FINAL:
+        time.sleep(0.5)
+    return kills
+
+
+def _wait_for_a_new_step(site: Site, job_id: str, reached: int, kill: Kill | None, killed_at: float) -> int:
+    """Wait for a step behind `reached`, and note in `kill` how long that took; returns the step."""
+    before = max(reached, site.job(job_id)["step"] or 0)
+    lowest = before
+    until = time.monotonic() + LIMIT_S
+    while time.monotonic() < until:
+        job = site.job(job_id)
+        step = job["step"] or 0
+        if job["state"] in FINAL:
+            return step
+        if job["state"] == "RUNNING":
+            lowest = min(lowest, step)
+        if step > before:
+            if kill is not None and kill.seconds is None:
+                kill.seconds, kill.again = time.monotonic() - killed_at, before - lowest
+            return step
+        time.sleep(0.05)
+    raise SystemExit(f"no new step within {LIMIT_S:g} s of a kill: {site.job(job_id)}")
+
+
+def report(
+    job: dict[str, Any],
+    kills: list[Kill],
+    expected: list[tuple[int, float]],
+    found: list[tuple[int, float]],
+    left: int,
+    steps: int,
+) -> int:
+    """Print what came of it; 0 where the record is whole and equal."""
+    numbers = Counter(step for step, _ in found)
+    missing = [step for step in range(1, steps + 1) if step not in numbers]
+    twice = [step for step, count in numbers.items() if count > 1]
+    wanted = dict(expected)
+    differ = [step for step, loss in found if loss != wanted.get(step)]
+    seconds = sorted(kill.seconds for kill in kills if kill.seconds is not None)
+    causes = Counter(attempt["reason"] for attempt in job["attempts"] if attempt["reason"])
+    print(
+        f"\n{len(kills)} kills: {dict(Counter(kill.victim for kill in kills))}; the job {job['state']}, {dict(causes)}"
+    )
+    if seconds:
+        ninth = seconds[int(0.9 * (len(seconds) - 1))]
+        print(
+            f"from a kill to the next new step ({len(seconds)} that came to one): median "
+            f"{statistics.median(seconds):.1f} s, 90 % within {ninth:.1f} s, at most {seconds[-1]:.1f} s; "
+            f"{sum(kill.again for kill in kills)} steps computed again"
+        )
+    print(f"steps that count but are missing: {missing or 'none'}; twice: {twice or 'none'}")
+    print(f"losses other than of the run left alone: {differ or 'none'} of {steps}")
+    print(f"training actors left at the end: {left}")
+    whole = job["state"] == "SUCCEEDED" and not missing and not twice and not differ and not left
+    return 0 if whole else 1
+
+
+if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = "1"
+    sys.exit(main())
