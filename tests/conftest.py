@@ -7,7 +7,12 @@ import pytest
 from tests.leaks import leaked, state
 from tests.missing import leave_out_without_libraries
 from tests.progress import pytest_configure, pytest_runtest_logstart  # noqa: F401 (hooks)
-from tests.second_try import pytest_addoption, pytest_sessionfinish, pytest_terminal_summary  # noqa: F401 (hooks)
+from tests.second_try import (
+    pytest_addoption,  # noqa: F401 (hooks)
+    pytest_runtest_logreport,  # noqa: F401
+    pytest_sessionfinish,  # noqa: F401
+    pytest_terminal_summary,  # noqa: F401
+)
 from worker.contract import reasons
 
 # readline, which pytest imports, leaves the size of a terminal to the processes of xdist, which have none
@@ -23,12 +28,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The tests of a file run in one process, those that start a local Ray all in one, which begins with them: they take
     longest."""
     numbers: dict[str, int] = {}
-    for item in items:
+    for place, item in enumerate(items):
         number = numbers.setdefault(item.nodeid.split("::")[0], len(numbers))
         starts_ray = item.get_closest_marker("ray") is not None
         group = "ray" if starts_ray else f"file{number}"
         if item.get_closest_marker("matrix") is not None:  # each takes as long as a file
-            group = f"matrix{len(numbers)}-{item.name}"
+            group = f"matrix{place}"
         item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=lambda item: item.get_closest_marker("ray") is None)
 

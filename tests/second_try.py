@@ -2,6 +2,9 @@
 
 Tests that pass then met their neighbours or the machine: how each failed at first is printed, and `FLAKY <test>`, and the
 run is green. Where one fails again, or more than `FEW` failed at first, the run is red.
+
+`--last-failed` knows tests by their plain ids: xdist appends their group, which is another one where fewer files are
+collected.
 """
 
 from __future__ import annotations
@@ -25,6 +28,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--second-try", action="store_true", help=f"run up to {FEW} failed tests once more, alone, at the end"
     )
+
+
+@pytest.hookimpl(tryfirst=True)  # before anybody keeps the id
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # its processes compare ids with those of their items
+        report.nodeid = plain_id(report.nodeid)
 
 
 @pytest.hookimpl(tryfirst=True)  # before the failed tests are cached and the summary is printed

@@ -65,6 +65,29 @@ def test_one_that_fails_again_leaves_the_run_red_whoever_passes_beside_it(tmp_pa
     assert failed.stdout.splitlines()[-1].startswith("2 failed, 1 passed")
 
 
+GROUPED = """
+import pathlib, pytest
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items):
+    files = sorted({item.path for item in items})
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(f"file{files.index(item.path)}"))
+    yield
+"""
+
+
+@pytest.mark.parametrize("processes", [("-n0",), ("-n2", "--dist", "loadgroup")], ids=["one", "two"])
+def test_last_failed_runs_what_failed_in_groups_alone(tmp_path: Path, processes: tuple[str, ...]):
+    (tmp_path / "conftest.py").write_text(GROUPED)
+    (tmp_path / "test_other.py").write_text("def test_other():\n    pass\n")
+    source = "def test_lucky():\n    pass\ndef test_broken():\n    assert False\n"
+    first = run(tmp_path, source, "-n2", "--dist", "loadgroup")
+    assert first.stdout.splitlines()[-1].startswith("1 failed, 2 passed"), first.stdout
+    again = run(tmp_path, source, *processes, "--last-failed")
+    assert again.stdout.splitlines()[-1].startswith("1 failed"), again.stdout
+    assert "passed" not in again.stdout.splitlines()[-1]
+
+
 def test_many_failures_are_not_tried_again(tmp_path: Path):
     many = run(tmp_path, FAILS_ONCE.format(cases=FEW + 1), "-n0")
     assert many.returncode == 1
