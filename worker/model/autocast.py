@@ -37,7 +37,7 @@ _CUDA_CAST_LISTS = {
         binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d
         _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
         _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
-        upsample_bicubic2d _upsample_bicubic2d_aa
+        upsample_bicubic2d _upsample_bicubic2d_aa linalg_matrix_sqrth
         """,
     "float result": """
         prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
@@ -67,8 +67,9 @@ def cuda_autocast(dtype: torch.dtype) -> Iterator[None]:
 
 
 def cast_policies() -> dict[str, str]:
-    """The CUDA autocast policy of each operator, by its name in aten."""
-    return {name: policy for policy, names in _CUDA_CAST_LISTS.items() for name in names.split()}
+    """The CUDA autocast policy of each operator that this torch has, by its name in aten."""
+    named = ((name, policy) for policy, names in _CUDA_CAST_LISTS.items() for name in names.split())
+    return {name: policy for name, policy in named if hasattr(torch.ops.aten, name.partition(".")[0])}
 
 
 def registered_operators(key: str) -> set[str]:

@@ -63,22 +63,24 @@ from worker.model.stages import PlacedGraph, StageBuilder, StageGraph, copy_modu
 log = logging.getLogger(__name__)
 
 _CHECKPOINT_MARK = "slotline_checkpointed"
+_NON_REENTRANT = "_checkpoint_without_reentrant_generator"
+"""What torch.utils.checkpoint calls around a region that is not reentrant; since torch 2.14 with `_impl` behind its name."""
 
 
 @contextlib.contextmanager
 def mark_checkpoint_regions() -> Iterator[None]:
     """In the body, what is called through torch.utils.checkpoint is traced as plain calls that are marked."""
     module = torch.utils.checkpoint
-    before = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
-    module.CheckpointFunction, module._checkpoint_without_reentrant_generator = (
-        _InlinedReentrant,
-        _inlined_non_reentrant,
-    )
+    around = f"{_NON_REENTRANT}_impl" if hasattr(module, f"{_NON_REENTRANT}_impl") else _NON_REENTRANT
+    reentrant, generator = module.CheckpointFunction, getattr(module, around)
+    module.CheckpointFunction = _InlinedReentrant
+    setattr(module, around, _inlined_non_reentrant)
     try:
         with preserve_node_meta():
             yield
     finally:
-        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = before
+        module.CheckpointFunction = reentrant
+        setattr(module, around, generator)
 
 
 class _InlinedReentrant:

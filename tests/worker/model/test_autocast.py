@@ -13,6 +13,7 @@ from worker.model.export import trace
 
 HALF = torch.bfloat16
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+BESIDE_LISTS = {"linalg_matrix_sqrth"}  # of torch 2.15, by a macro of its own
 LISTS = {
     "lower": "LOWER_PRECISION_FP",
     "float": "FP32",
@@ -32,7 +33,7 @@ def test_the_lists_are_those_of_torch_and_no_operator_is_missing():
     assert known.keys() == registered_operators("AutocastCUDA") - {"_cudnn_rnn"}
     for policy, name in LISTS.items():
         ours = {op for op, its in known.items() if its == policy and not op.startswith("cudnn_")}
-        assert ours == in_header(name), policy
+        assert ours - BESIDE_LISTS == in_header(name) - BESIDE_LISTS, policy
 
 
 def torch_cases():

@@ -12,7 +12,7 @@ from ray.cluster_utils import Cluster
 from service.orchestrator.ray.jobs_api import ClusterError, RayCluster, RayJobSubmission
 from service.orchestrator.ray.local_ray import free_ports
 
-LIMIT_S = 60.0
+LIMIT_S = 150.0
 
 
 @pytest.fixture
