@@ -36,11 +36,12 @@ FINAL = {"SUCCEEDED", "FAILED", "CANCELLED"}
 @dataclass
 class Kill:
     """A process that was killed, and what came of it: seconds to the next new step (None: another kill or the end came
-    first), and the steps that were computed again."""
+    first)."""
 
     victim: str
+    attempt: int
+    """The number of the attempt that it was in."""
     seconds: float | None = None
-    again: int = 0
 
 
 def main() -> int:
@@ -118,10 +119,19 @@ class Site:
         process = psutil.Process(self.server._process.pid)
         return [one for one in process.children(recursive=True) if _title(one).startswith("ray::Worker")]
 
-    def drivers(self) -> list[psutil.Process]:
-        """The processes that serve the metrics of a job in training."""
+    def drivers(self, job: dict[str, Any]) -> list[psutil.Process]:
+        """The driver of a job's last attempt, by the port of its metrics; those of others stay for a while."""
         groups = self.client.get("/api/v1/prometheus/targets").raise_for_status().json()
-        ports = {int(target.rpartition(":")[2]) for group in groups for target in group["targets"]}
+        own = {
+            "__meta_slotline_job": job["id"],
+            "__meta_slotline_attempt": str(len(job["attempts"])),
+        }
+        ports = {
+            int(target.rpartition(":")[2])
+            for group in groups
+            if own.items() <= group["labels"].items()
+            for target in group["targets"]
+        }
         return [
             psutil.Process(one.pid)
             for one in psutil.net_connections("tcp")
@@ -144,13 +154,14 @@ def kill_again_and_again(site: Site, job_id: str, count: int, draw: random.Rando
         job = site.job(job_id)
         if job["state"] in FINAL:
             break
-        reached = max(reached, job["step"] or 0)
+        reached = max(reached, job["progress"]["step"] or 0)
         recovers = bool(kills) and draw.random() < 0.25
         if not recovers:
             reached = _wait_for_a_new_step(site, job_id, reached, kills[-1] if kills else None, last_kill_at)
         time.sleep(draw.uniform(0.0, 4.0))
+        job = site.job(job_id)
         victims = [("worker", one) for one in site.workers()]
-        if draw.random() < 0.5 and (drivers := site.drivers()):
+        if draw.random() < 0.5 and (drivers := site.drivers(job)):
             victims = [("driver", one) for one in drivers]
         if not victims:
             continue
@@ -159,9 +170,12 @@ def kill_again_and_again(site: Site, job_id: str, count: int, draw: random.Rando
             victim.send_signal(signal.SIGKILL)
         except psutil.NoSuchProcess:
             continue
-        kills.append(Kill(kind + (", recovering" if recovers else "")))
+        kills.append(Kill(kind + (", recovering" if recovers else ""), len(job["attempts"])))
         last_kill_at = time.monotonic()
-        print(f"{len(kills):3d} {kills[-1].victim} behind step {site.job(job_id)['step']}", flush=True)
+        print(
+            f"{len(kills):3d} {kills[-1].victim} behind step {site.job(job_id)['progress']['step']}",
+            flush=True,
+        )
     _wait_for_a_new_step(site, job_id, reached, kills[-1] if kills else None, last_kill_at)
     while site.job(job_id)["state"] not in FINAL:
         time.sleep(0.5)
@@ -169,20 +183,19 @@ def kill_again_and_again(site: Site, job_id: str, count: int, draw: random.Rando
 
 
 def _wait_for_a_new_step(site: Site, job_id: str, reached: int, kill: Kill | None, killed_at: float) -> int:
-    """Wait for a step behind `reached`, and note in `kill` how long that took; returns the step."""
-    before = max(reached, site.job(job_id)["step"] or 0)
-    lowest = before
+    """Wait for a step behind `reached`, behind a kill one of a later attempt, and note in `kill` how long that took; returns
+    the step."""
+    before = max(reached, site.job(job_id)["progress"]["step"] or 0)
     until = time.monotonic() + LIMIT_S
     while time.monotonic() < until:
         job = site.job(job_id)
-        step = job["step"] or 0
+        step = job["progress"]["step"] or 0
         if job["state"] in FINAL:
             return step
-        if job["state"] == "RUNNING":
-            lowest = min(lowest, step)
-        if step > before:
+        goes_on = kill is None or len(job["attempts"]) > kill.attempt
+        if goes_on and step > before:
             if kill is not None and kill.seconds is None:
-                kill.seconds, kill.again = time.monotonic() - killed_at, before - lowest
+                kill.seconds = time.monotonic() - killed_at
             return step
         time.sleep(0.05)
     raise SystemExit(f"no new step within {LIMIT_S:g} s of a kill: {site.job(job_id)}")
@@ -211,8 +224,7 @@ def report(
         ninth = seconds[int(0.9 * (len(seconds) - 1))]
         print(
             f"from a kill to the next new step ({len(seconds)} that came to one): median "
-            f"{statistics.median(seconds):.1f} s, 90 % within {ninth:.1f} s, at most {seconds[-1]:.1f} s; "
-            f"{sum(kill.again for kill in kills)} steps computed again"
+            f"{statistics.median(seconds):.1f} s, 90 % within {ninth:.1f} s, at most {seconds[-1]:.1f} s"
         )
     print(f"steps that count but are missing: {missing or 'none'}; twice: {twice or 'none'}")
     print(f"losses other than of the run left alone: {differ or 'none'} of {steps}")
