@@ -19,18 +19,19 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
 
+from service.cli.demo import GPT_JOB
 from service.cli.serve import LocalServer
+from service.client.client import Client
 from service.orchestrator.ray.local_ray import free_ports
+from service.schemas.jobs import JobView
 
 MESHES = 3
 LIMIT_S = 120.0
 """The longest that a job may take from a kill to a step that is new."""
-FINAL = {"SUCCEEDED", "FAILED", "CANCELLED"}
 
 
 @dataclass
@@ -59,15 +60,14 @@ def main() -> int:
             log=place / "log",
             environment={"SLOTLINE_LOCAL_WORKERS": f"{MESHES}"},
         )
-        with server, httpx.Client(base_url=server.url, timeout=60, trust_env=False) as client:
+        with server, Client(server.url) as client:
             site = Site(server, client)
             alone = site.submit("alone", options.steps, options.every, place)
-            while site.job(alone)["state"] not in FINAL:
-                time.sleep(0.5)
+            site.finished(alone)
             expected = site.record(alone)
             killed = site.submit("killed", options.steps, options.every, place)
             kills = kill_again_and_again(site, killed, options.kills, random.Random(options.seed))
-            job = site.job(killed)
+            job = site.finished(killed)
             found = site.record(killed)
             left = len(site.workers())
     return report(job, kills, expected, found, left, options.steps)
@@ -78,54 +78,44 @@ class Site:
     """A running control plane and its local Ray."""
 
     server: LocalServer
-    client: httpx.Client
+    client: Client
 
     def submit(self, name: str, steps: int, every: int, place: Path) -> str:
-        """Submit the job; returns its id. Its order is fixed: sums in another order round apart."""
-        spec = {
+        """Submit the demo's GPT; returns its id. Its order is fixed: sums in another order round apart."""
+        spec = GPT_JOB | {
             "name": name,
-            "model": {
-                "factory": "worker.examples.gpt:build",
-                "args": {"layers": 6, "width": 96, "heads": 4, "length": 64},
-            },
-            "data": {"factory": "worker.examples.text:ByteWindows", "args": {"length": 64}},
-            "loss": {"factory": "torch.nn.functional:cross_entropy"},
-            "optimizer": {"factory": "torch.optim:AdamW", "args": {"lr": 1e-3}},
-            "training": {"steps": steps, "global_batch": 32, "microbatches": 8, "seed": 0},
+            "training": GPT_JOB["training"] | {"steps": steps},
             "pipeline": {"stages": MESHES, "schedule": "1f1b", "replan": "off"},
             "resources": {"meshes": MESHES, "device": "cpu"},
             "checkpoint": {"uri": str(place / "checkpoints"), "every_steps": every},
             "retry": {"infrastructure": -1},
         }
-        return self.client.post("/api/v1/jobs", json=spec).raise_for_status().json()["id"]
+        return self.client.submit(spec).id
 
-    def job(self, job_id: str) -> dict[str, Any]:
-        return self.client.get(f"/api/v1/jobs/{job_id}").raise_for_status().json()
+    def finished(self, job_id: str) -> JobView:
+        """The job once it has ended; SystemExit where it makes no step for LIMIT_S."""
+        until, step = time.monotonic() + LIMIT_S, -1
+        while not (job := self.client.job(job_id)).state.final:
+            if job.progress.step > step:
+                until, step = time.monotonic() + LIMIT_S, job.progress.step
+            if time.monotonic() > until:
+                raise SystemExit(f"no step behind {step} for {LIMIT_S:g} s: {job.state}, {job.message}")
+            time.sleep(0.5)
+        return job
 
-    def record(self, job_id: str) -> list[tuple[int, float]]:
+    def record(self, job_id: str) -> list[tuple[int, float | None]]:
         """The number and the loss of each step of the job's record, as it stands there."""
-        items: list[tuple[int, float]] = []
-        token = None
-        while True:
-            query = {"limit": 500} | ({"page_token": token} if token else {})
-            page = self.client.get(f"/api/v1/jobs/{job_id}/steps", params=query).raise_for_status().json()
-            items += [(step["step"], step["loss"]) for step in page["items"]]
-            token = page["next_page_token"]
-            if not token:
-                return items
+        return [(step.step, step.loss) for step in self.client.steps(job_id)]
 
     def workers(self) -> list[psutil.Process]:
         """The training actors of this server's Ray."""
         process = psutil.Process(self.server._process.pid)
         return [one for one in process.children(recursive=True) if _title(one).startswith("ray::Worker")]
 
-    def drivers(self, job: dict[str, Any]) -> list[psutil.Process]:
+    def drivers(self, job: JobView) -> list[psutil.Process]:
         """The driver of a job's last attempt, by the port of its metrics; those of others stay for a while."""
-        groups = self.client.get("/api/v1/prometheus/targets").raise_for_status().json()
-        own = {
-            "__meta_slotline_job": job["id"],
-            "__meta_slotline_attempt": str(len(job["attempts"])),
-        }
+        groups = httpx.get(f"{self.server.url}/api/v1/prometheus/targets", trust_env=False).json()
+        own = {"__meta_slotline_job": job.id, "__meta_slotline_attempt": str(len(job.attempts))}
         ports = {
             int(target.rpartition(":")[2])
             for group in groups
@@ -151,15 +141,15 @@ def kill_again_and_again(site: Site, job_id: str, count: int, draw: random.Rando
     kills: list[Kill] = []
     reached, last_kill_at = 0, time.monotonic()
     while len(kills) < count:
-        job = site.job(job_id)
-        if job["state"] in FINAL:
+        job = site.client.job(job_id)
+        if job.state.final:
             break
-        reached = max(reached, job["progress"]["step"] or 0)
+        reached = max(reached, job.progress.step)
         recovers = bool(kills) and draw.random() < 0.25
         if not recovers:
             reached = _wait_for_a_new_step(site, job_id, reached, kills[-1] if kills else None, last_kill_at)
         time.sleep(draw.uniform(0.0, 4.0))
-        job = site.job(job_id)
+        job = site.client.job(job_id)
         victims = [("worker", one) for one in site.workers()]
         if draw.random() < 0.5 and (drivers := site.drivers(job)):
             victims = [("driver", one) for one in drivers]
@@ -170,42 +160,37 @@ def kill_again_and_again(site: Site, job_id: str, count: int, draw: random.Rando
             victim.send_signal(signal.SIGKILL)
         except psutil.NoSuchProcess:
             continue
-        kills.append(Kill(kind + (", recovering" if recovers else ""), len(job["attempts"])))
+        kills.append(Kill(kind + (", recovering" if recovers else ""), len(job.attempts)))
         last_kill_at = time.monotonic()
-        print(
-            f"{len(kills):3d} {kills[-1].victim} behind step {site.job(job_id)['progress']['step']}",
-            flush=True,
-        )
+        print(f"{len(kills):3d} {kills[-1].victim} behind step {job.progress.step}", flush=True)
     _wait_for_a_new_step(site, job_id, reached, kills[-1] if kills else None, last_kill_at)
-    while site.job(job_id)["state"] not in FINAL:
-        time.sleep(0.5)
     return kills
 
 
 def _wait_for_a_new_step(site: Site, job_id: str, reached: int, kill: Kill | None, killed_at: float) -> int:
     """Wait for a step behind `reached`, behind a kill one of a later attempt, and note in `kill` how long that took; returns
     the step."""
-    before = max(reached, site.job(job_id)["progress"]["step"] or 0)
+    before = max(reached, site.client.job(job_id).progress.step)
     until = time.monotonic() + LIMIT_S
     while time.monotonic() < until:
-        job = site.job(job_id)
-        step = job["progress"]["step"] or 0
-        if job["state"] in FINAL:
+        job = site.client.job(job_id)
+        step = job.progress.step
+        if job.state.final:
             return step
-        goes_on = kill is None or len(job["attempts"]) > kill.attempt
+        goes_on = kill is None or len(job.attempts) > kill.attempt
         if goes_on and step > before:
             if kill is not None and kill.seconds is None:
                 kill.seconds = time.monotonic() - killed_at
             return step
         time.sleep(0.05)
-    raise SystemExit(f"no new step within {LIMIT_S:g} s of a kill: {site.job(job_id)}")
+    raise SystemExit(f"no new step within {LIMIT_S:g} s of a kill: {site.client.job(job_id).message}")
 
 
 def report(
-    job: dict[str, Any],
+    job: JobView,
     kills: list[Kill],
-    expected: list[tuple[int, float]],
-    found: list[tuple[int, float]],
+    expected: list[tuple[int, float | None]],
+    found: list[tuple[int, float | None]],
     left: int,
     steps: int,
 ) -> int:
@@ -216,9 +201,9 @@ def report(
     wanted = dict(expected)
     differ = [step for step, loss in found if loss != wanted.get(step)]
     seconds = sorted(kill.seconds for kill in kills if kill.seconds is not None)
-    causes = Counter(attempt["reason"] for attempt in job["attempts"] if attempt["reason"])
+    causes = Counter(attempt.reason for attempt in job.attempts if attempt.reason)
     print(
-        f"\n{len(kills)} kills: {dict(Counter(kill.victim for kill in kills))}; the job {job['state']}, {dict(causes)}"
+        f"\n{len(kills)} kills: {dict(Counter(kill.victim for kill in kills))}; the job {job.state}, {dict(causes)}"
     )
     if seconds:
         ninth = seconds[int(0.9 * (len(seconds) - 1))]
@@ -229,7 +214,7 @@ def report(
     print(f"steps that count but are missing: {missing or 'none'}; twice: {twice or 'none'}")
     print(f"losses other than of the run left alone: {differ or 'none'} of {steps}")
     print(f"training actors left at the end: {left}")
-    whole = job["state"] == "SUCCEEDED" and not missing and not twice and not differ and not left
+    whole = job.state == "SUCCEEDED" and not missing and not twice and not differ and not left
     return 0 if whole else 1
 
 
