@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import threading
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
@@ -154,13 +155,26 @@ def change(
     job: JobArgument,
     queue: Annotated[str | None, typer.Option(help="Wait in this queue")] = None,
     priority: Annotated[int | None, typer.Option(help="Wait with this priority; higher comes first")] = None,
+    meshes: Annotated[
+        str | None,
+        typer.Option(help="Train with so many meshes (3), or with as many as are free (2-4)", metavar="N"),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Move a job that waits to another queue or priority."""
-    if queue is None and priority is None:
-        raise CliError("nothing would change: give --queue, --priority, or both")
+    """Move a job that waits to another queue or priority, or give any that has not ended other meshes."""
+    if queue is None and priority is None and meshes is None:
+        raise CliError("nothing would change: give --queue, --priority or --meshes")
     client = Client()
-    show_job(client.change(job, queue=queue, priority=priority), client.url, as_json=as_json)
+    changed = client.change(job, queue=queue, priority=priority, meshes=_read_meshes(meshes))
+    show_job(changed, client.url, as_json=as_json)
+
+
+def _read_meshes(text: str | None) -> int | tuple[int, int] | None:
+    if text is None:
+        return None
+    if (given := re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text)) is None:
+        raise CliError(f"--meshes {text!r} is no number of meshes: write 3, or 2-4 for as many as are free")
+    return (int(given[1]), int(given[2])) if given[2] else int(given[1])
 
 
 @app.command("jobs")

@@ -251,9 +251,18 @@ class Client:
         filters = {"state": state, "queue": queue, "owner": owner, "name": name, "label": label, **times}
         return self._first_items(JobPage, "/api/v1/jobs", limit, **filters)
 
-    def change(self, job_id: str, *, queue: str | None = None, priority: int | None = None) -> JobView:
-        """Move a waiting job to another queue or priority."""
-        body = _without_none(queue=queue, priority=priority)
+    def change(
+        self,
+        job_id: str,
+        *,
+        queue: str | None = None,
+        priority: int | None = None,
+        meshes: int | tuple[int, int] | None = None,
+    ) -> JobView:
+        """Move a waiting job to another queue or priority, or give one that has not ended other meshes: so many, or any
+        number from the least to the most."""
+        wanted = {"min": meshes[0], "max": meshes[1]} if isinstance(meshes, tuple) else meshes
+        body = _without_none(queue=queue, priority=priority, meshes=wanted)
         return self._parsed(JobView, self._call("PATCH", f"/api/v1/jobs/{job_id}", json=body))
 
     def cancel(self, job_id: str) -> JobView:

@@ -43,7 +43,7 @@ from service.schemas.drivers import (
     ResumeSourceView,
     RunningPlan,
 )
-from service.spec.job import parse_job_checkpoint, stored_field, stored_plan_name
+from service.spec.job import parse_job_checkpoint, spec_with_meshes, stored_field, stored_plan_name
 from service.spec.states import AttemptState, CheckState, NodeMark, mark_in_force
 from service.store.attempts import exchange_token as exchange_attempt_token
 from service.store.attempts import lock_attempt, record_placement
@@ -135,7 +135,7 @@ async def read_assignment(service: Service, attempt: AttemptRow, protocol: str |
         attempt_id=attempt.id,
         job_id=job.id,
         number=attempt.number,
-        job=job.spec,
+        job=spec_with_meshes(job.spec, attempt.accelerators),
         device=attempt.device,
         resume=checkpoint_view(job),
         resume_from=resume_from,
@@ -258,6 +258,7 @@ async def plan_attempt(service: Service, attempt: AttemptRow, costs: dict[str, A
     it has traced. `run` awaits the planner.
     """
     job = await _current_job(service, attempt)
+    spec = spec_with_meshes(job.spec, attempt.accelerators)
     async with service.database.read() as session:
         earlier = await find_job_plan(session, attempt.job_id)
     saved = None
@@ -265,10 +266,10 @@ async def plan_attempt(service: Service, attempt: AttemptRow, costs: dict[str, A
         saved = await saved_plan_for_planner(service, job.saved_plan_id, stored_plan_name(job.spec))
     try:
         if saved is not None:
-            planning = service.planner.plan_from_saved(job.spec, costs, saved, attempt=attempt.id)
+            planning = service.planner.plan_from_saved(spec, costs, saved, attempt=attempt.id)
         else:
             planning = service.planner.plan_job(
-                job.spec,
+                spec,
                 costs,
                 earlier=None if earlier is None else earlier.body,
                 budget_s=service.settings.plan_budget_s,
@@ -282,7 +283,7 @@ async def plan_attempt(service: Service, attempt: AttemptRow, costs: dict[str, A
     async with service.database.write() as session:
         await _check_current(session, attempt)
         await record_job_plan(session, attempt, plan, at=utc_now())
-        digest = scoped_costs_digest(costs_digest(job.spec), job.owner, attempt.cluster)
+        digest = scoped_costs_digest(costs_digest(spec), job.owner, attempt.cluster)
         await record_costs(session, digest, costs, measured_by=MEASURED_BY_GANG, at=utc_now())
     return plan if saved is None else await with_fields(plan, last={"made_for": json.loads(saved.made_for)})
 
@@ -300,10 +301,11 @@ async def replan_attempt(service: Service, attempt: AttemptRow, request: ReplanR
     """JSON of a ReplanView: a clearly shorter order of the plan by which the attempt trains, at the costs of its last
     profiled steps, searched for at most a tenth of the time that is left."""
     job = await _current_job(service, attempt)
+    spec = spec_with_meshes(job.spec, attempt.accelerators)
     async with service.database.read() as session:
         plan = await find_job_plan(session, attempt.job_id)
         steps = [] if plan is None else await calibration_slots(session, plan)
-        digest = scoped_costs_digest(costs_digest(job.spec), job.owner, attempt.cluster)
+        digest = scoped_costs_digest(costs_digest(spec), job.owner, attempt.cluster)
         costs = await find_all_costs(session, digest)
     if plan is None or (plan.attempt, plan.since_step) != (attempt.number, request.since_step):
         return _no_shorter_plan("the plan that runs is not the one that is stored")
@@ -312,7 +314,7 @@ async def replan_attempt(service: Service, attempt: AttemptRow, request: ReplanR
     budget_s = min(service.settings.plan_budget_s, _SEARCH_SHARE * request.seconds_left)
     if budget_s < _LEAST_SEARCH_S:
         return _no_shorter_plan("the steps that are left are not worth a search")
-    running = RunningJob(job.spec, plan.body, costs, steps)
+    running = RunningJob(spec, plan.body, costs, steps)
     try:
         return await run(service.planner.replan(running, budget_s=budget_s, attempt=attempt.id))
     except PlanTimeoutError as error:

@@ -26,7 +26,8 @@ from service.scheduler.why.calibration import Calibration, calibrate, choose_cal
 from service.scheduler.why.gaps import find_gaps
 from service.schemas.activity import SlotView
 from service.settings.clusters import DEFAULT_CLUSTER
-from service.store.attempts import attempts_of
+from service.spec.job import spec_with_meshes
+from service.store.attempts import attempts_of, find_attempt
 from service.store.database import Database
 from service.store.measurements import (
     SlotRecord,
@@ -54,8 +55,10 @@ async def explain_step(service: Service, job_id: str, step: int | None, run: Run
         measured = await find_timeline(session, job_id, step)
         calibrated_by = [] if plan is None else await calibration_slots(session, plan)
         record = None if measured is None else await find_step(session, job_id, measured[0].step)
+        planned = None if plan is None else await find_attempt(session, f"{job_id}-{plan.attempt}")
+        spec = spec_with_meshes(job.spec, job.accelerators if planned is None else planned.accelerators)
         costs = await find_all_costs(
-            session, scoped_costs_digest(costs_digest(job.spec), job.owner, job.began_on or DEFAULT_CLUSTER)
+            session, scoped_costs_digest(costs_digest(spec), job.owner, job.began_on or DEFAULT_CLUSTER)
         )
     if plan is None:
         raise ProblemError(404, f"job {job_id} has no plan: nothing of it can be explained")
@@ -77,7 +80,7 @@ async def explain_step(service: Service, job_id: str, step: int | None, run: Run
         )
         measured = None
     stored = StoredStep(
-        job=job.spec,
+        job=spec,
         plan=plan.body,
         slots=[] if measured is None else measured[1],
         step_s=None if measured is None or record is None else record.step_s,

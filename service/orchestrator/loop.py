@@ -190,7 +190,8 @@ class Orchestrator:
             held = self._checks.held(waiting, marks)
             self._spawn(self._checks.look(waiting, marks))
             waiting = [job for job in waiting if job.id not in held]
-        if waiting or not self.autoscaling.is_idle:
+        elastic = any(job.fewest_accelerators is not None for _, job in active)
+        if waiting or elastic or not self.autoscaling.is_idle:
             await self._admission.admit(waiting, active, marks)
         for request in self.autoscaling.due():
             self._spawn(request)

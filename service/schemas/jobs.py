@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, computed_field, model_validator
 
 from service.spec.job import Name
+from service.spec.resources import MeshCount, MeshRange
 from service.spec.states import AttemptState, JobState
 
 Integer = Annotated[int, Field(ge=-(2**31), lt=2**31)]
@@ -137,12 +138,14 @@ class JobPage(BaseModel):
 
 
 class JobChange(BaseModel):
-    """Another queue or priority for a waiting job; an absent field changes nothing."""
+    """Another queue or priority for a waiting job, other meshes for one that has not ended; an absent field changes
+    nothing."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     queue: Name | None = None
     priority: Annotated[int, Field(ge=-1_000_000, le=1_000_000)] | None = None
+    meshes: MeshCount | MeshRange | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -150,11 +153,11 @@ class JobChange(BaseModel):
         if isinstance(data, dict) and (
             others := sorted(ascii(key).strip("'") for key in {*data} - {*cls.model_fields})[:5]
         ):
-            raise ValueError(f"{', '.join(others)} cannot be changed: give queue, priority, or both")
+            raise ValueError(f"{', '.join(others)} cannot be changed: give queue, priority or meshes")
         return data
 
     @model_validator(mode="after")
     def _something_changes(self) -> JobChange:
-        if self.queue is None and self.priority is None:
-            raise ValueError("nothing would change: give queue, priority, or both")
+        if self.queue is None and self.priority is None and self.meshes is None:
+            raise ValueError("nothing would change: give queue, priority or meshes")
         return self

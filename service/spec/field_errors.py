@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from service.spec.job import JobSpec
 from service.spec.resources import ResourcesSection
-from service.spec.short_forms import STORED_MESH_FIELDS
+from service.spec.short_forms import MESH_RANGE_FIELD, STORED_MESH_FIELDS
 
 _VALUE_LIMIT = 200
 _INLINE_VALUE_LIMIT = 80  # longer ones stand in `errors` only
@@ -112,7 +112,9 @@ def _fields_at(model: type[BaseModel], path: Sequence[Any]) -> set[str]:
         if inner is None:
             return set()
         model = inner
-    return set(model.model_fields) - (set(STORED_MESH_FIELDS) if model is ResourcesSection else set())
+    return set(model.model_fields) - (
+        {*STORED_MESH_FIELDS, MESH_RANGE_FIELD} if model is ResourcesSection else set()
+    )
 
 
 def _json_value(value: Any) -> Any:

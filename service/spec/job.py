@@ -632,6 +632,27 @@ class JobSpec(SpecPart):
         check_batch_divides(self.training.global_batch, None if count == "auto" else count, dp_sizes)
         return self
 
+    @model_validator(mode="after")
+    def _elastic_meshes_are_planned_anew(self) -> Self:
+        fewest = self.resources.fewest_meshes
+        if fewest is None:
+            return self
+        if self.plan is not None:
+            raise ValueError(
+                f"plan {self.plan!r} is for one number of meshes, and resources.meshes is {{min: {fewest}, max: "
+                f"{self.resources.meshes}}}: give one number, or leave plan out"
+            )
+        if not isinstance(self.resources.shard, str):
+            raise ValueError(
+                "resources.shard lists meshes, whose number changes: write none or optimizer for all"
+            )
+        if self.checkpoint is None:
+            raise ValueError(
+                "resources.meshes is a range, and the job has no checkpoint to go on from with another number: give "
+                "checkpoint.uri"
+            )
+        return self
+
     @property
     def mesh_sizes(self) -> list[int]:
         """The number of workers of each mesh."""
@@ -639,8 +660,26 @@ class JobSpec(SpecPart):
 
     @property
     def accelerators(self) -> int:
-        """Number of accelerators of the whole gang."""
+        """Number of accelerators of the whole gang; of an elastic job the most."""
         return sum(self.mesh_sizes)
+
+    @property
+    def fewest_accelerators(self) -> int:
+        """Number of accelerators with which it trains at least."""
+        fewest = self.resources.fewest_meshes
+        return self.accelerators if fewest is None else fewest * self.resources.workers_per_mesh
+
+
+def spec_with_meshes(spec: Mapping[str, Any], accelerators: int) -> dict[str, Any]:
+    """The stored specification as a job of just so many accelerators has it: that of an attempt, of an elastic job or one
+    whose meshes were changed since."""
+    resources = spec["resources"]
+    if resources.get("workers") or resources.get("tensors"):
+        return dict(spec)
+    meshes = accelerators // (resources.get("workers_per_mesh") or 1)
+    if resources.get("fewest_meshes") is None and resources.get("meshes") == meshes:
+        return dict(spec)
+    return {**spec, "resources": {**resources, "meshes": meshes, "fewest_meshes": None}}
 
 
 class SubmittedJob(JobSpec):

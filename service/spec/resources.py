@@ -69,6 +69,37 @@ def normalize_meshes(resources: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+class MeshRange(_MeshPart):
+    """An elastic job's numbers of meshes: it starts with as many as are free, and changes its number while it trains."""
+
+    min: MeshCount
+    max: MeshCount
+
+
+def normalize_mesh_range(resources: Mapping[str, Any]) -> dict[str, Any]:
+    """`resources` with the most meshes as a number and `fewest_meshes` beside it; ValueError for a range that is none."""
+    if resources.get("fewest_meshes") is not None:
+        raise ValueError("meshes is {min, max} and fewest_meshes is given too: leave fewest_meshes out")
+    for field in ("workers", "tensors"):
+        if resources.get(field) is not None:
+            raise ValueError(
+                f"meshes is {{min, max}} and {field} is given too: meshes of a range are all alike"
+            )
+    try:
+        given = MeshRange.model_validate(resources["meshes"])
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(("meshes", *map(str, first["loc"])))
+        raise ValueError(f"{field} is wrong ({first['msg']}): write {{min: 2, max: 4}}") from error
+    if given.min > given.max:
+        raise ValueError(f"meshes.min {given.min} is above meshes.max {given.max}: exchange them")
+    return {
+        **resources,
+        "meshes": given.max,
+        "fewest_meshes": given.min if given.min < given.max else None,
+    }
+
+
 def tensor_fields(tensors: Sequence[int]) -> dict[str, Any]:
     """The fields of resources with the tp size of each mesh: `tensor`, and `tensors` for heterogeneous meshes."""
     return {"tensor": max(tensors), "tensors": list(tensors) if len({*tensors}) > 1 else None}
@@ -125,6 +156,16 @@ def check_worker_list(meshes: int | None, largest: int, workers: Sequence[int]) 
             f"workers {list(workers)} does not say how many workers each of {meshes} meshes has, with workers_per_mesh "
             f"{largest}: write meshes as a list, one entry {{workers: N}} a mesh, and leave both out"
         )
+
+
+def check_mesh_range(fewest: int, most: int | None, *, heterogeneous: bool) -> None:
+    """Raise ValueError unless `fewest` is below `most` meshes, all of one size."""
+    if heterogeneous:
+        raise ValueError(
+            "meshes differ in size, and a range adds and takes whole ones: write meshes all alike"
+        )
+    if most is None or fewest >= most:
+        raise ValueError(f"fewest_meshes is {fewest} of {most} meshes: write meshes: {{min: 2, max: 4}}")
 
 
 def check_tensor_list(tensors: Sequence[int], meshes: int | None, largest: int) -> None:
@@ -248,14 +289,17 @@ MemoryPerWorker = Annotated[Literal["auto"] | int, BeforeValidator(_check_memory
 class ResourcesSection(SpecPart):
     """Meshes and their parallelism, device, and memory of a worker.
 
-    `workers_per_mesh`, `workers`, `tensor` and `tensors` are of the stored form; no schema has them, and users write
-    `parallelism` or `meshes` (short_forms.py).
+    `fewest_meshes`, `workers_per_mesh`, `workers`, `tensor` and `tensors` are of the stored form; no schema has them, and
+    users write `parallelism` or `meshes` (short_forms.py).
     """
 
     meshes: Annotated[int, Field(ge=1, le=1024)] | None = Field(
         default=None,
-        description="One a stage if null; also a list of meshes, {workers, parallel, shard} each",
+        description="One a stage if null; also {min: 2, max: 4}, as many as are free, or a list of meshes, "
+        "{workers, parallel, shard} each",
     )
+    fewest_meshes: SkipJsonSchema[Annotated[int, Field(ge=1, le=1024)] | None] = None
+    """Of an elastic job, the least number of meshes with which it trains; `meshes` is then the most."""
     workers_per_mesh: SkipJsonSchema[Annotated[int, Field(ge=1, le=1024)]] = 1
     workers: SkipJsonSchema[list[Annotated[int, Field(ge=1, le=1024)]] | None] = None
     """Workers of each mesh, where sizes differ; workers_per_mesh is then the largest."""
@@ -280,11 +324,11 @@ class ResourcesSection(SpecPart):
     @model_validator(mode="before")
     @classmethod
     def _listed_meshes(cls, data: object) -> object:
-        return (
-            normalize_meshes(data)
-            if isinstance(data, dict) and isinstance(data.get("meshes"), list)
-            else data
-        )
+        if isinstance(data, dict) and isinstance(data.get("meshes"), list):
+            return normalize_meshes(data)
+        if isinstance(data, dict) and isinstance(data.get("meshes"), dict):
+            return normalize_mesh_range(data)
+        return data
 
     @model_validator(mode="after")
     def _workers_of_each_mesh(self) -> Self:
@@ -293,6 +337,8 @@ class ResourcesSection(SpecPart):
         if self.tensors is not None:
             check_tensor_list(self.tensors, self.meshes, self.tensor)
         check_tensor_parallel(self.mesh_sizes, self.mesh_tensors, self.tensor_plan)
+        if self.fewest_meshes is not None:
+            check_mesh_range(self.fewest_meshes, self.meshes, heterogeneous=self.heterogeneous)
         return self
 
     @property

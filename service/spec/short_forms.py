@@ -22,6 +22,8 @@ _SCHEDULE_FACTORY = "worker.actor.optimizer:warmup_decay"
 _HF_FACTORY = "worker.model.factory:transformers_model"
 STORED_MESH_FIELDS = ("workers_per_mesh", "workers", "tensor", "tensors")
 """Fields of `resources` in which stored jobs have their meshes; users write `parallelism`, or `resources.meshes`."""
+MESH_RANGE_FIELD = "fewest_meshes"
+"""Beside them in elastic jobs; users write `{min, max}` for a number of meshes."""
 _DEFAULT_STEPS = 100
 
 
@@ -32,6 +34,10 @@ def long_form(job: Mapping[str, Any]) -> dict[str, Any]:
         job["model"] = _model(job["model"])
     if "parallelism" in job:
         job = _with_meshes(job)
+    resources, pipeline = job.get("resources"), job.get("pipeline", {})
+    elastic = isinstance(resources, Mapping) and isinstance(resources.get("meshes"), Mapping)
+    if elastic and isinstance(pipeline, Mapping):  # each number of meshes has its own stages
+        job["pipeline"] = {"stages": "auto", **pipeline}
     training = job.get("training")
     if isinstance(training, Mapping):
         check_length(training)
@@ -54,6 +60,10 @@ def check_no_stored_fields(job: Mapping[str, Any]) -> None:
     resources, pipeline = job.get("resources"), job.get("pipeline")
     if not isinstance(resources, Mapping) or resources.keys() >= {*STORED_MESH_FIELDS}:
         return
+    if resources.get(MESH_RANGE_FIELD) is not None:
+        raise ValueError(
+            f"resources.{MESH_RANGE_FIELD} is no field: write resources.meshes: {{min: 2, max: 4}}, or parallelism.pp so"
+        )
     if given := [name for name in STORED_MESH_FIELDS if resources.get(name) is not None]:
         stages = pipeline.get("stages") if isinstance(pipeline, Mapping) else None
         sizes = {
@@ -78,8 +88,14 @@ def file_form(job: Mapping[str, Any]) -> dict[str, Any]:
     resources = job.get("resources")
     if not isinstance(resources, Mapping):
         return dict(job)
-    rest = {name: value for name, value in resources.items() if name not in STORED_MESH_FIELDS}
-    meshes = resources.get("meshes") or 1
+    rest = {
+        name: value
+        for name, value in resources.items()
+        if name not in (*STORED_MESH_FIELDS, MESH_RANGE_FIELD)
+    }
+    meshes: Any = resources.get("meshes") or 1
+    if resources.get(MESH_RANGE_FIELD) is not None:
+        meshes = rest["meshes"] = {"min": resources[MESH_RANGE_FIELD], "max": meshes}
     size, tensor = resources.get("workers_per_mesh") or 1, resources.get("tensor") or 1
     changed = {**job, "resources": rest}
     if resources.get("workers") or resources.get("tensors"):
@@ -181,12 +197,16 @@ def _with_meshes(job: Mapping[str, Any]) -> dict[str, Any]:
     sizes = job["parallelism"]
     _check_fields("parallelism", sizes, PARALLELISM, "{pp: 4, dp: 2, tp: 2}")
     for name, size in sizes.items():
+        if name == "pp" and isinstance(size, Mapping):
+            continue  # a range, which `resources` reads
         if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= 1024:
             raise ValueError(f"parallelism.{name} is {size!r}: write a whole number from 1 to 1024")
     resources, pipeline = job.get("resources", {}), job.get("pipeline", {})
     if not isinstance(resources, Mapping) or not isinstance(pipeline, Mapping):
         return {name: value for name, value in job.items() if name != "parallelism"}
-    if both := [name for name in ("meshes", *STORED_MESH_FIELDS) if resources.get(name) is not None]:
+    if both := [
+        name for name in ("meshes", MESH_RANGE_FIELD, *STORED_MESH_FIELDS) if resources.get(name) is not None
+    ]:
         raise ValueError(
             f"parallelism and resources.{both[0]} both say how the workers are arranged: leave out one; meshes that differ "
             "in size are for resources.meshes"
@@ -194,7 +214,7 @@ def _with_meshes(job: Mapping[str, Any]) -> dict[str, Any]:
     pp, dp, tp = (sizes.get(name, 1) for name in PARALLELISM)
     return {
         **{name: value for name, value in job.items() if name != "parallelism"},
-        "pipeline": {"stages": pp, **pipeline},
+        "pipeline": {"stages": "auto" if isinstance(pp, Mapping) else pp, **pipeline},
         "resources": {**resources, "meshes": pp, "workers_per_mesh": dp * tp, "tensor": tp},
     }
 

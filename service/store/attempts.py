@@ -29,15 +29,22 @@ async def exchange_token(session: AsyncSession, attempt_id: str, old: str, new: 
 
 
 async def create_attempt(
-    session: AsyncSession, job: JobRow, *, device: str, at: datetime, cluster: str = DEFAULT_CLUSTER
+    session: AsyncSession,
+    job: JobRow,
+    *,
+    device: str,
+    at: datetime,
+    cluster: str = DEFAULT_CLUSTER,
+    accelerators: int | None = None,
 ) -> AttemptRow:
-    """Create the next attempt of a locked, waiting job, which becomes STARTING.
+    """Create the next attempt of a locked, waiting job, which becomes STARTING, on all its accelerators or so many.
 
     The first attempt fixes the device and the cluster of the job: later attempts resume from its checkpoints.
     """
     assert job.device in ("auto", device), f"{job.id} is a job on {job.device}, not on {device}"
     assert job.began_on in (None, cluster), f"{job.id} began on {job.began_on}, not on {cluster}"
     job.device, job.cluster = device, cluster
+    job.last_accelerators = accelerators = accelerators or job.accelerators
     job.attempts_made += 1
     attempt = AttemptRow(
         id=f"{job.id}-{job.attempts_made}",
@@ -47,7 +54,7 @@ async def create_attempt(
         token=secrets.token_urlsafe(32),
         device=device,
         cluster=cluster,
-        accelerators=job.accelerators,
+        accelerators=accelerators,
         created_at=at,
         last_sequence=0,
         log_first_line=1,
@@ -60,7 +67,7 @@ async def create_attempt(
         job,
         JobState.STARTING,
         at=at,
-        message=f"attempt {attempt.number} takes {job.accelerators} accelerators ({device})"
+        message=f"attempt {attempt.number} takes {accelerators} accelerators ({device})"
         + ("" if cluster == DEFAULT_CLUSTER else f" of cluster {cluster}"),
         attempt=attempt.number,
     )

@@ -88,6 +88,27 @@ async def change_waiting_job(
     return job
 
 
+def set_meshes(
+    session: AsyncSession, job: JobRow, spec: JobSpec, *, at: datetime, by: str = ANONYMOUS
+) -> bool:
+    """Give a locked job the meshes of `spec`, its own specification in all else; False where it has them already."""
+    before = _meshes_text(JobSpec.model_validate(job.spec))
+    if (after := _meshes_text(spec)) == before:
+        return False
+    job.spec = spec.model_dump(mode="json")
+    job.accelerators = spec.accelerators
+    job.fewest_accelerators = None if spec.resources.fewest_meshes is None else spec.fewest_accelerators
+    message = f"meshes {before} become {after}"
+    add_event(session, job, "changed", message, at=at, by=by)
+    add_audit(session, by, "job.change", job.id, at=at, detail=message)
+    return True
+
+
+def _meshes_text(spec: JobSpec) -> str:
+    most, fewest = spec.resources.meshes, spec.resources.fewest_meshes
+    return f"{most}" if fewest is None else f"{fewest} to {most}"
+
+
 @dataclass(frozen=True)
 class LabelFilter:
     """Jobs with this label; a `value` of None matches any."""
@@ -205,6 +226,7 @@ def _queued_job(new: NewJob) -> JobRow:
         queue=spec.queue,
         priority=spec.priority,
         accelerators=spec.accelerators,
+        fewest_accelerators=None if spec.resources.fewest_meshes is None else spec.fewest_accelerators,
         workers_per_mesh=0 if spec.resources.workers else spec.resources.workers_per_mesh,
         device=spec.resources.device,
         steps_wanted=spec.training.steps,
@@ -300,6 +322,10 @@ class WaitingRow(NamedTuple):
     owner: str | None
     queued_at: datetime
     accelerators: int
+    fewest_accelerators: int | None
+    last_accelerators: int | None
+    patient_until: datetime | None
+    workers_per_mesh: int
     device: str
     attempts_made: int
     not_before: datetime | None

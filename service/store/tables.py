@@ -77,6 +77,13 @@ class JobRow(Base):
     queue: Mapped[str] = mapped_column(String(100))
     priority: Mapped[int]
     accelerators: Mapped[int]
+    """Of its whole gang; of an elastic job the most."""
+    fewest_accelerators: Mapped[int | None]
+    """With which an elastic job trains at least; None for others."""
+    last_accelerators: Mapped[int | None]
+    """Of its last attempt."""
+    patient_until: Mapped[datetime | None]
+    """Until when an elastic job waits for as many accelerators as its last attempt had."""
     # 0: heterogeneous meshes; the specification has the number of each
     workers_per_mesh: Mapped[int] = mapped_column(default=1, server_default="1")
     device: Mapped[str] = mapped_column(String(10))

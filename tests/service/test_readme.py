@@ -19,6 +19,7 @@ from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import load_spec
 from service.settings.settings import Settings
 from service.spec.job import JobSpec, SubmittedJob
+from service.spec.short_forms import MESH_RANGE_FIELD, STORED_MESH_FIELDS
 from service.spec.states import JobState
 from tests.benchmarks.first_ten_minutes import JOB, SCENES
 from tests.benchmarks.first_ten_minutes import RESULT as FILM
@@ -102,7 +103,7 @@ def test_the_sections_that_the_readme_shows_are_sections_of_a_job(name: str):
 
 def test_the_table_of_fields_has_every_field_of_a_job_and_no_other():
     """Fields of `evaluation.data` are those of `data`."""
-    stored = {f"resources.{name}" for name in ("workers_per_mesh", "workers", "tensor", "tensors")}
+    stored = {f"resources.{name}" for name in (MESH_RANGE_FIELD, *STORED_MESH_FIELDS)}
     fields = {
         *_fields(JobSpec),
         "parallelism",

@@ -132,8 +132,9 @@ async def retry_job(job_id: JobId, caller: Caller, service: CurrentService) -> J
 @router.patch("/{job_id}", responses=responses(403, 404, 409, 422))
 async def change_job(job_id: JobId, body: JobChange, caller: Caller, service: CurrentService) -> JobView:
     """Move a job that waits to another queue or priority; in its new line it is as old as it was in the old one. One that
-    has begun stays on its cluster."""
-    return await lifecycle.change_job(service, job_id, caller, queue=body.queue, priority=body.priority)
+    has begun stays on its cluster. One that trains with other than its new `meshes` saves a checkpoint and goes on with
+    these."""
+    return await lifecycle.change_job(service, job_id, caller, body)
 
 
 def _page_token(job: JobRow) -> str:

@@ -21,7 +21,7 @@ from service.cli.job_file import read_spec, with_changes
 from service.cli.local.plan import python_path, validated_job
 from service.cli.output import ChangesOption, CliError, JsonOption, print_json, print_message
 from service.spec.job import TRAINING_SCHEDULES, JobSpec, relative_places
-from service.spec.resources import MeshEntry
+from service.spec.resources import MeshEntry, MeshRange
 from service.spec.short_forms import DECAYS, HF_FIELDS, LENGTHS, PARALLELISM, check_length, steps_of
 from service.spec.values import OWN_PACKAGES, shadowing_message
 from worker.contract.codec import to_json
@@ -220,8 +220,10 @@ def job_schema() -> dict[str, Any]:
     made = JobSpec.model_json_schema()
     mesh = MeshEntry.model_json_schema()
     definitions = {**made.pop("$defs"), **mesh.pop("$defs"), "MeshEntry": mesh}
+    definitions["MeshRange"] = MeshRange.model_json_schema()
     meshes = definitions["ResourcesSection"]["properties"]["meshes"]["anyOf"]
     meshes.append({"type": "array", "items": {"$ref": "#/$defs/MeshEntry"}, "minItems": 1})
+    meshes.append({"$ref": "#/$defs/MeshRange"})
     made["properties"]["max_duration"]["anyOf"].append({"type": "string", "pattern": _DURATION})
     definitions["PipelineSection"]["properties"]["schedule"]["enum"] = [
         name for schedule in TRAINING_SCHEDULES for name in dict.fromkeys((schedule, schedule.upper()))
@@ -241,7 +243,9 @@ def _add_short_forms(job: dict[str, Any], definitions: dict[str, Any]) -> None:
     count = {"type": "integer", "minimum": 1, "maximum": 1024}
     above_0 = {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "null"}]}
     job["properties"]["parallelism"] = {
-        **_closed_object({name: count for name in PARALLELISM}),
+        **_closed_object(
+            {name: count for name in PARALLELISM} | {"pp": {"anyOf": [count, {"$ref": "#/$defs/MeshRange"}]}}
+        ),
         "description": "Short form of uniform meshes: pp meshes of dp x tp workers, in place of resources.meshes",
     }
     training = definitions["TrainingSection"]["properties"]

@@ -103,7 +103,7 @@ class Admission:
         async with self._database.read() as session:
             quotas = await effective_quotas(session, self._settings.quotas)
             on_left_out = await _workers_left_out(session, active, left_out)
-        jobs = {job.id: to_waiting_job(job, self._settings) for job in waiting}
+        jobs = {job.id: to_waiting_job(job, self._settings, now=now) for job in waiting}
         holders = [
             to_holder(attempt, job, self._settings, now=now, left_out=on_left_out.get(attempt.id, 0))
             for attempt, job in active
@@ -153,7 +153,14 @@ class Admission:
                 return  # its device was fixed since it was read: the next round knows
             if cluster is None or self._settings.cluster_of(job.queue) != cluster:
                 return  # moved to another cluster's queue since then
-            await create_attempt(session, job, device=start.device, at=utc_now(), cluster=cluster)
+            await create_attempt(
+                session,
+                job,
+                device=start.device,
+                at=utc_now(),
+                cluster=cluster,
+                accelerators=start.accelerators,
+            )
         self._changed()
 
 
@@ -203,7 +210,7 @@ def admission_order(
     now = time.time()
     jobs_by_id = {job.id: job for job in waiting}
     ordered = order_all_clusters(
-        [to_waiting_job(job, settings) for job in waiting],
+        [to_waiting_job(job, settings, now=now) for job in waiting],
         [to_holder(attempt, job, settings, now=now) for attempt, job in active],
         capacities=capacities,
         now=now,
@@ -220,17 +227,49 @@ def queue_rules(settings: Settings) -> QueueRules:
     )
 
 
-def to_waiting_job(job: JobRow | WaitingRow, settings: Settings) -> WaitingJob:
+_GROWTH_PAYS = 2.0
+"""A larger gang must save so many times the seconds that the attempt took to start."""
+
+
+def elastic_sizes(job: JobRow | WaitingRow) -> list[int]:
+    """The numbers of accelerators with which an elastic job may train, the most first; empty for others."""
+    if job.fewest_accelerators is None:
+        return []
+    return list(range(job.accelerators, job.fewest_accelerators - 1, -job.workers_per_mesh))
+
+
+def _larger_gangs(attempt: AttemptRow, job: JobRow) -> list[int]:
+    """Sizes with which an elastic job would end clearly earlier than with the attempt's, though it starts anew: the steps
+    that are left, were they as much faster as it is larger, save twice the time of a start."""
+    if job.step_s is None or job.step is None or attempt.started_at is None:
+        return []
+    left_s = (job.steps_wanted - job.step) * job.step_s
+    start_s = (attempt.started_at - attempt.created_at).total_seconds()
+    return [
+        size
+        for size in elastic_sizes(job)
+        if size > attempt.accelerators
+        and left_s * (1 - attempt.accelerators / size) > _GROWTH_PAYS * max(start_s, 10.0)
+    ]
+
+
+def to_waiting_job(job: JobRow | WaitingRow, settings: Settings, *, now: float) -> WaitingJob:
     """The job as a value for `decisions`."""
     longest_s = math.inf
     if job.max_duration_s is not None:
         longest_s = max(job.max_duration_s - job.held_s, 0.0) + settings.preemption_grace_s + RELEASE_DELAY_S
+    gangs = elastic_sizes(job)
+    patient = bool(gangs) and job.patient_until is not None and now < job.patient_until.timestamp()
+    if patient:
+        gangs = [size for size in gangs if size >= min(job.last_accelerators or 0, job.accelerators)]
     return WaitingJob(
         id=job.id,
         queue=job.queue,
         priority=job.priority,
         queued_at=job.queued_at.timestamp(),
-        accelerators=job.accelerators,
+        accelerators=gangs[-1] if gangs else job.accelerators,
+        gangs=gangs,
+        patient=patient,
         device=job.device,
         began=job.attempts_made > 0,
         not_before=None if job.not_before is None else job.not_before.timestamp(),
@@ -268,6 +307,7 @@ def to_holder(
         stopping=stopping,
         cluster=attempt.cluster,
         left_out=left_out,
+        larger=_larger_gangs(attempt, job),
     )
 
 

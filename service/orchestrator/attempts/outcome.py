@@ -38,6 +38,11 @@ from service.store.tables import AttemptRow, JobRow
 from service.store.transitions import add_event, move_attempt, move_job
 from worker.contract.reasons import Cause, Reason, cause_of
 
+ELASTIC_PATIENCE_S = 60.0
+"""Time for which an elastic job that lost accelerators waits for as many: a pod is replaced in that time."""
+_RELEASE_PATIENCE_S = 10.0
+"""The same for one that gave them up: its own are not free at once."""
+
 
 @dataclass(frozen=True)
 class Backoff:
@@ -259,6 +264,9 @@ async def end_attempt(
         return
     job.not_before = at + timedelta(seconds=decision.after_s)
     job.queued_at = job.created_at  # a job that recovers keeps its place in the queue
+    if job.fewest_accelerators is not None:
+        lost = cause_of(reason or Reason.INTERNAL) is Cause.INFRASTRUCTURE
+        job.patient_until = at + timedelta(seconds=ELASTIC_PATIENCE_S if lost else _RELEASE_PATIENCE_S)
     move(JobState.RECOVERING, reason=reason, message=decision.message)
 
 

@@ -10,8 +10,8 @@ are Unix seconds; an unknown end is infinite, and one in the past counts as unkn
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -32,6 +32,9 @@ from worker.contract.reasons import Reason
 RESERVATION_LIMIT = 500
 """Reservations of one device; behind the last one nobody overtakes."""
 _MARKS_NAMED = 3
+_PATIENT = " (as many as its last attempt had; within a minute of its end it goes on with fewer)"
+_NEVER_STARTS = (Reason.CLUSTER_TOO_SMALL, Reason.WAITS_FOR_QUOTA)
+"""Reasons of jobs that wait for no accelerator that becomes free."""
 _PREEMPTION_TRIES = 20
 """Jobs of one round for which victims are searched."""
 
@@ -46,11 +49,12 @@ def admit(
     rules: QueueRules = QueueRules(),
     cluster_name: str = "",
 ) -> list[Start | Wait | Preempt]:
-    """One Start or Wait per waiting job, in the order of their turns, and a Preempt per holder that gives way to one.
+    """One Start or Wait per waiting job, in the order of their turns, and a Preempt per holder that gives way to one, or
+    that grows into what nobody waits for.
 
-    Gangs start whole. A job that backs off, or that is too large for its quota or for the cluster, holds nobody up; a
-    job that waits for its quota holds up its own queue only. `cluster_name` stands behind "cluster" in messages, where
-    there are several.
+    Gangs start whole; an elastic job takes the largest of its gangs that fits. A job that backs off, or that is too large
+    for its quota or for the cluster, holds nobody up; a job that waits for its quota holds up its own queue only.
+    `cluster_name` stands behind "cluster" in messages, where there are several.
     """
     admission = _AdmissionRound(holders, capacity, quotas, now, rules, cluster_name)
     unable = {job.id: wait for job in waiting if (wait := admission.unable(job)) is not None}
@@ -68,8 +72,14 @@ def admit(
         if job.id in unable:
             answers.append(unable[job.id])
         else:
-            answers += admission.answer(job, smallest[job.id])
-    return answers
+            answers += admission.answer(admission.fitted(job), smallest[job.id])
+    devices = {job.id: admission.device_of(job) for job in jobs}
+    waited_for = {
+        devices[answer.job_id]
+        for answer in answers
+        if isinstance(answer, Wait) and answer.reason not in _NEVER_STARTS
+    }
+    return answers + admission.growths(waited_for)
 
 
 def _smallest_behind(jobs: Sequence[WaitingJob], device_of: Callable[[WaitingJob], str]) -> dict[str, int]:
@@ -146,6 +156,7 @@ class _AdmissionRound:
             for queue, quota in quotas.items()
             if quota is not None
         }
+        self._holders = holders
         self._preemptible = [holder for holder in holders if not holder.stopping] if rules.preempts else []
         self._preemptible.sort(key=lambda holder: (holder.priority, -holder.since, holder.job_id))
         self._preemptions_tried = 0
@@ -173,6 +184,12 @@ class _AdmissionRound:
             return Wait(job.id, Reason.WAITS_FOR_CLUSTER, message)
         device = self.device_of(job)
         if job.accelerators > (total := self._capacity.total.get(device, 0)):
+            if job.patient:
+                message = (
+                    f"waits for {job.accelerators} accelerators of {RAY_RESOURCES[device]}; nodes of the "
+                    f"cluster{self._cluster_name} that take work have {total}{_PATIENT}{self._left_out(device)}"
+                )
+                return Wait(job.id, Reason.WAITS_FOR_ACCELERATORS, message)
             if job.accelerators <= total + self._capacity.left_out.get(device, 0):
                 message = (
                     f"needs {job.accelerators} accelerators of {RAY_RESOURCES[device]}; nodes of the "
@@ -183,6 +200,34 @@ class _AdmissionRound:
                 job.id, Reason.CLUSTER_TOO_SMALL, _too_small_message(job, device, total, self._cluster_name)
             )
         return None
+
+    def fitted(self, job: WaitingJob) -> WaitingJob:
+        """The job with the largest of its gangs that fits now, else with the least."""
+        device, queue = self._devices[self.device_of(job)], self._queues.get(job.queue)
+        for size in job.sizes:
+            sized = replace(job, accelerators=size)
+            if device.fits(sized) and (queue is None or queue.fits(sized)):
+                return sized
+        return job
+
+    def growths(self, waited_for: Collection[str]) -> list[Preempt]:
+        """The elastic holders that end their attempts to go on with larger gangs, first the one that started first: of
+        accelerators that are free, on devices for which no job waits."""
+        growing = []
+        for holder in sorted(self._holders, key=lambda holder: (holder.since, holder.job_id)):
+            device, queue = self._devices.get(holder.device), self._queues.get(holder.queue)
+            if device is None or holder.stopping or holder.device in waited_for:
+                continue
+            for size in holder.larger:
+                more = size - holder.accelerators
+                pools = [pool for pool in (device, queue) if pool is not None]
+                if all(pool.profile.fits_now(more, math.inf) for pool in pools):
+                    for pool in pools:
+                        pool.profile.take(more, self._now, math.inf)
+                    message = f"goes on with {size} accelerators, as {more} more than its {holder.accelerators} are free"
+                    growing.append(Preempt(holder.job_id, holder.job_id, message))
+                    break
+        return growing
 
     def answer(self, job: WaitingJob, smallest: int) -> list[Start | Wait | Preempt]:
         """The answers to the next job; `smallest` is the smallest gang of its device from it on."""
@@ -195,7 +240,7 @@ class _AdmissionRound:
             )
             for pool in self._pools_of(started):
                 pool.use(started, self._now)
-            return [Start(job.id, "cuda" if device_name == "cuda" else "cpu")]
+            return [Start(job.id, "cuda" if device_name == "cuda" else "cpu", job.accelerators)]
         wait = self._wait(job, device_name, device, queue)
         if not device.fits(job):
             device.first = device.first or job.id
@@ -334,6 +379,8 @@ class _AdmissionRound:
         where = f" on cluster{self._cluster_name}" if self._cluster_name else ""
         wanted = f"waits for {job.accelerators} accelerators of {RAY_RESOURCES[device_name]}{where}; "
         wanted += f"{max(free, 0)} of {total} free"
+        if job.patient:
+            wanted += _PATIENT
         if free < job.accelerators:
             taken = f"; others than Slotline's running jobs hold {others}" if others else ""
             message = wanted + device.used_by() + taken + self._left_out(device_name)

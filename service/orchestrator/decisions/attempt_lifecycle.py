@@ -27,7 +27,10 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class WaitingJob:
-    """A job that wants a whole gang of `accelerators`; `device` may be auto until it `began`."""
+    """A job that wants a whole gang of `accelerators`; `device` may be auto until it `began`.
+
+    An elastic job takes any of the sizes in `gangs`, the most first, of which `accelerators` is then the least.
+    """
 
     id: str
     queue: str
@@ -44,6 +47,14 @@ class WaitingJob:
     """The cluster of its queue; None where no setting names one."""
     began_on: str | None = None
     """The cluster of its earlier attempts, where its checkpoints are; None before the first."""
+    gangs: Sequence[int] = ()
+    patient: bool = False
+    """It waits for a gang as large as its last one, and after a while goes on with a smaller one."""
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """The sizes of a gang with which it may start, the most first."""
+        return self.gangs or (self.accelerators,)
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,8 @@ class Holder:
     cluster: str = DEFAULT_CLUSTER
     left_out: int = 0
     """Those of its accelerators that are on nodes that are left out: nobody has them after it."""
+    larger: Sequence[int] = ()
+    """Sizes of a gang with which an elastic job would end clearly earlier, the most first, though it has to start anew."""
 
 
 # The Ray resource of an accelerator by device, as the worker's placement groups ask for it.
@@ -101,15 +114,17 @@ class QueueRules:
 
 @dataclass(frozen=True)
 class Start:
-    """A waiting job starts, on accelerators of `device`."""
+    """A waiting job starts, on so many `accelerators` of `device`."""
 
     job_id: str
     device: Device
+    accelerators: int
 
 
 @dataclass(frozen=True)
 class Preempt:
-    """A running job gives way to another that waits."""
+    """A running job saves a checkpoint and ends its attempt: for another that waits, or for a larger gang of its own
+    (`for_job` is then itself)."""
 
     job_id: str
     for_job: str

@@ -48,10 +48,11 @@ def admit_all_clusters(
     answers: list[Start | Wait | Preempt] = list(misplaced.values())
     for cluster, capacity in capacities.items():
         here = [job for job in waiting if job.cluster == cluster and job.id not in misplaced]
-        if here:
+        growing = [holder for holder in holders if holder.cluster == cluster and holder.larger]
+        if here or growing:
             answers += admit(
                 here,
-                _holders_seen_from(cluster, holders, {job.queue for job in here}),
+                _holders_seen_from(cluster, holders, {entry.queue for entry in (*here, *growing)}),
                 capacity=capacity,
                 quotas=quotas,
                 now=now,
@@ -117,7 +118,7 @@ def explain_misplaced(job: WaitingJob, clusters: Sequence[str]) -> Wait | None:
 def _holders_seen_from(cluster: str, holders: Sequence[Holder], queues: set[str]) -> list[Holder]:
     """Holders on `cluster`; for the quotas of `queues` also their holders on other clusters."""
     return [
-        holder if holder.cluster == cluster else replace(holder, device=_OTHER_CLUSTER_DEVICE)
+        holder if holder.cluster == cluster else replace(holder, device=_OTHER_CLUSTER_DEVICE, larger=())
         for holder in holders
         if holder.cluster == cluster or holder.queue in queues
     ]

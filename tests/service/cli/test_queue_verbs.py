@@ -19,7 +19,7 @@ def test_jobs_are_filtered_and_a_waiting_one_is_changed(run: Run, served: Served
     file.write_text(yaml.safe_dump(body))
     running = run("submit", file, "--json").json["id"]
     until(lambda: f"{running}-1" in served.cluster.submissions)
-    file.write_text(yaml.safe_dump(job_body(name="plain")))
+    file.write_text(yaml.safe_dump(job_body(name="plain", checkpoint={"uri": str(tmp_path)})))
     waiting = run("submit", file, "--json").json["id"]
 
     def found(*options: object) -> list[str]:
@@ -33,7 +33,17 @@ def test_jobs_are_filtered_and_a_waiting_one_is_changed(run: Run, served: Served
     changed = run("change", waiting, "--priority", 5, "--json")
     assert (changed.code, changed.json["priority"]) == (0, 5)
     nothing = run("change", waiting)
-    assert nothing.code == 1 and "give --queue, --priority, or both" in nothing.err
+    assert nothing.code == 1 and "give --queue, --priority or --meshes" in nothing.err
+    ranged = run("change", waiting, "--meshes", "2-3", "--json").json["spec"]["resources"]
+    assert (ranged["fewest_meshes"], ranged["meshes"]) == (2, 3)
+    fixed = run("change", waiting, "--meshes", 3, "--json").json
+    assert (fixed["accelerators"], fixed["spec"]["resources"]["fewest_meshes"]) == (3, None)
+    wrong = run("change", waiting, "--meshes", "2..3")
+    assert wrong.code == 1 and "write 3, or 2-4" in wrong.err
+    many = run("change", waiting, "--meshes", 9)
+    assert many.code == 1 and "resources.meshes 9 is more than pipeline.stages 4" in " ".join(
+        many.err.split()
+    )
     refused = run("change", running, "--priority", 5)
     assert refused.code == 1 and "only a job that waits" in refused.err
     assert run("jobs", "--since", 1e18).code == 1

@@ -58,6 +58,8 @@ def test_the_job_files_of_the_readmes_and_families_are_right(validator, text):
         {"model": {"hf": "gpt2/config.json", "output": "logits"}},
         {"model": {"hf": {"class": "GPT2LMHeadModel", "config": {"n_layer": 4}}, "freeze": ["*.bias"]}},
         {"parallelism": {"pp": 4, "dp": 2}},
+        {"parallelism": {"pp": {"min": 2, "max": 4}, "dp": 2}, "checkpoint": {"uri": "/c"}},
+        {"resources": {"meshes": {"min": 2, "max": 4}}, "checkpoint": {"uri": "/c"}},
         {"optimizer": {"factory": "torch.optim:SGD", "schedule": {"warmup": 10, "decay": "cosine"}}},
     ],
 )
@@ -83,6 +85,8 @@ def test_what_a_file_may_say_besides_the_fields_own_types_is_right(validator, ch
         ({"model": {"hf": "gpt2/config.json", "factory": "a:b"}}, "model"),
         ({"parallelism": {"pp": 4, "cp": 2}}, "parallelism"),
         ({"parallelism": {"pp": 0}}, "parallelism.pp"),
+        ({"parallelism": {"pp": {"min": 2, "most": 4}}}, "parallelism.pp"),
+        ({"resources": {"meshes": {"min": 0, "max": 4}}}, "resources.meshes"),
         ({"training": {"epochs": 0}}, "training.epochs"),
     ],
 )

@@ -1,12 +1,14 @@
-"""resources.meshes as a list: what it means, and how it is refused."""
+"""resources.meshes as a list and as a range: what they mean, and how they are refused."""
 
 from __future__ import annotations
 
 import pytest
 from pydantic import ValidationError
 
-from service.spec.job import JobSpec
+from service.spec.job import JobSpec, SubmittedJob, spec_with_meshes
+from service.spec.short_forms import file_form
 from tests.service.conftest import job_body
+from worker.contract.costs import costs_digest
 from worker.contract.job import Job
 
 
@@ -197,3 +199,68 @@ def test_an_optimizer_of_torch_that_cannot_be_shared_is_refused_by_name(name, me
     training = {"steps": 1, "global_batch": 8, "microbatches": 2}
     with pytest.raises(ValidationError, match=f"{said} {name} does not update each element by itself"):
         JobSpec.model_validate({**body, "pipeline": {"stages": 2}, "training": training})
+
+
+def _elastic(pipeline: dict | None = None, **fields) -> JobSpec:
+    body = {name: value for name, value in job_body().items() if name not in ("pipeline", "resources")}
+    training = {"steps": 1, "global_batch": 8, "microbatches": 2}
+    body |= {"training": training, "checkpoint": {"uri": "/c"}} | ({"pipeline": pipeline} if pipeline else {})
+    return SubmittedJob.model_validate({**body, **fields})
+
+
+def test_a_range_of_meshes_is_kept_with_its_least_and_each_number_has_its_own_stages():
+    spec = _elastic(resources={"meshes": {"min": 2, "max": 4}, "device": "cpu"})
+    assert (spec.accelerators, spec.fewest_accelerators, spec.pipeline.stages) == (4, 2, "auto")
+    stored = spec.model_dump(mode="json")
+    assert JobSpec.model_validate(stored).model_dump(mode="json") == stored
+    assert file_form(stored)["resources"]["meshes"] == {"min": 2, "max": 4}
+    assert SubmittedJob.model_validate(file_form(stored)) == spec
+    assert _elastic({"stages": 6}, resources={"meshes": {"min": 2, "max": 4}}).pipeline.stages == 6
+    one = _elastic(resources={"meshes": {"min": 3, "max": 3}})
+    assert (one.resources.fewest_meshes, one.fewest_accelerators) == (None, 3)
+
+
+def test_a_range_of_parallelism_adds_and_takes_whole_meshes():
+    spec = _elastic(parallelism={"pp": {"min": 2, "max": 4}, "dp": 2})
+    assert (spec.accelerators, spec.fewest_accelerators) == (8, 4)
+    stored = spec.model_dump(mode="json")
+    assert SubmittedJob.model_validate(file_form(stored)) == spec
+    fewer = spec_with_meshes(stored, 6)
+    fixed = _elastic({"stages": "auto"}, parallelism={"pp": 3, "dp": 2}).model_dump(mode="json")
+    assert fewer == fixed, "an attempt with three meshes is that of a job that asks for three"
+    assert costs_digest(fewer) == costs_digest(fixed)
+    assert Job.from_json(fewer).mesh_sizes == (2, 2, 2)
+    assert spec_with_meshes(fixed, 6) == fixed
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            {"resources": {"meshes": {"min": 4, "max": 2}}},
+            "meshes.min 4 is above meshes.max 2: exchange them",
+        ),
+        ({"resources": {"meshes": {"min": 0, "max": 2}}}, "meshes.min is wrong"),
+        ({"resources": {"meshes": {"least": 2, "max": 4}}}, r"write \{min: 2, max: 4\}"),
+        ({"parallelism": {"pp": {"min": 2, "max": 2000}}}, "meshes.max is wrong"),
+        ({"resources": {"meshes": 4, "fewest_meshes": 2}}, "resources.fewest_meshes is no field"),
+        ({"resources": {"meshes": {"min": 2, "max": 4}, "fewest_meshes": 2}}, "fewest_meshes"),
+        ({"resources": {"meshes": {"min": 2, "max": 4}, "shard": ["none"] * 4}}, "shard lists meshes"),
+        ({"resources": {"meshes": {"min": 2, "max": 4}}, "plan": "mine"}, "plan 'mine' is for one number"),
+        ({"resources": {"meshes": {"min": 2, "max": 4}}, "checkpoint": None}, "give checkpoint.uri"),
+        (
+            {"resources": {"meshes": {"min": 2, "max": 4}}, "pipeline": {"stages": 3}},
+            "resources.meshes 4 is more than pipeline.stages 3",
+        ),
+    ],
+)
+def test_a_range_that_cannot_be_is_refused_by_name(fields, said):
+    with pytest.raises(ValidationError, match=said):
+        _elastic(**fields)
+
+
+def test_a_stored_range_is_of_meshes_that_are_all_alike():
+    with pytest.raises(ValidationError, match="fewest_meshes is 2 of 2 meshes"):
+        _spec({"meshes": 2, "fewest_meshes": 2})
+    with pytest.raises(ValidationError, match="meshes differ in size"):
+        _spec({"meshes": 2, "workers_per_mesh": 2, "workers": [2, 1], "fewest_meshes": 1})

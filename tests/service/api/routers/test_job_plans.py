@@ -297,3 +297,24 @@ async def test_a_job_is_not_measured_where_the_cluster_is_away_or_its_queue_is_n
         assert (await api.client.post("/api/v1/plans/job", json=job_body(**OPEN))).status_code == 202
         assert "does not answer" in problem(await asked(api), 422)["detail"]
         problem(await api.client.post("/api/v1/plans/job", json=job_body(**OPEN, queue="none")), 422)
+
+
+async def test_an_elastic_job_is_planned_and_explained_for_the_meshes_of_its_attempt(make_api: ApiMaker):
+    async with make_api(plan_budget_s=0.2) as api:
+        elastic = {"meshes": {"min": 1, "max": 3}, "device": "cpu"}
+        changes = {**OPEN, "resources": elastic, "checkpoint": {"uri": "/there"}}
+        api.cluster.workers = 2
+        job_id = await api.started(**changes)
+        assigned = (await api.driver(job_id, "GET")).json()["job"]
+        assert (assigned["resources"]["meshes"], assigned["resources"]["fewest_meshes"]) == (2, None)
+        planned = await api.driver(job_id, "POST", "/plan", json=costs((4,)))
+        assert planned.status_code == 200, planned.text
+        assert [mesh["name"] for mesh in planned.json()["spec"]["meshes"]] == ["m0", "m1"]
+        why = await api.client.get(f"/api/v1/jobs/{job_id}/why")
+        assert why.status_code == 200, why.text
+        job = await api.job(job_id)
+        assert (job["accelerators"], job["attempts"][0]["accelerators"]) == (3, 2)
+        fixed = await api.submit(**{**changes, "resources": {"meshes": 2, "device": "cpu"}})
+        own = (await api.job(fixed))["spec"]
+        assert {**own, "name": "", "resources": 0} == {**assigned, "name": "", "resources": 0}
+        assert own["resources"] == assigned["resources"], "as a job that asks for so many"

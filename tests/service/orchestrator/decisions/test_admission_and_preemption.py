@@ -412,6 +412,74 @@ def test_a_job_that_would_fit_with_the_nodes_that_take_no_work_waits_for_them_an
     wait, start = admit(waiting, [], capacity=capacity, quotas={}, now=100.0)
     assert (wait.job_id, wait.reason) == ("any", "WAITS_FOR_ACCELERATORS"), "auto goes on waiting for GPUs"
     assert "8 more on nodes that take none: n1 is draining (fan)" in wait.message
-    assert start == Start("small", "cpu")
+    assert start == Start("small", "cpu", 1)
     (too_small,) = admit([job("any", 9, device="cuda")], [], capacity=capacity, quotas={}, now=100.0)
     assert too_small.reason == "CLUSTER_TOO_SMALL"
+
+
+# Elastic jobs
+
+
+def elastic(name: str, *sizes: int, **changes) -> WaitingJob:
+    """A job that takes any of these sizes, the most first."""
+    return job(name, sizes[-1], **{"gangs": sizes, **changes})
+
+
+def sizes(answers) -> dict[str, int]:
+    return {one.job_id: one.accelerators for one in answers if isinstance(one, Start)}
+
+
+@pytest.mark.parametrize(("held", "size"), [(0, 4), (1, 3), (2, 2), (3, None)])
+def test_an_elastic_job_starts_with_as_many_as_are_free_and_never_with_fewer_than_its_least(held, size):
+    answers = decide([elastic("e", 4, 3, 2)], [holder("x", held)] if held else [])
+    assert sizes(answers) == ({} if size is None else {"e": size})
+    if size is None:
+        (wait,) = answers
+        assert wait.reason == "WAITS_FOR_ACCELERATORS" and "waits for 2 accelerators" in wait.message
+
+
+def test_whoever_comes_behind_an_elastic_job_gets_what_it_leaves():
+    waiting = [job("first", 1, age=1), elastic("e", 6, 4, 2, age=2), job("last", 1, age=3)]
+    assert sizes(decide(waiting, total=6)) == {"first": 1, "e": 4, "last": 1}
+    assert sizes(decide(waiting, total=6, quotas={"q": 3})) == {"first": 1, "e": 2}
+
+
+def test_a_cluster_that_holds_its_least_is_large_enough_for_an_elastic_job():
+    assert sizes(decide([elastic("e", 8, 4)], total=4)) == {"e": 4}
+    (wait,) = decide([elastic("e", 8, 5)], total=4)
+    assert wait.reason == "CLUSTER_TOO_SMALL" and "needs 5 accelerators" in wait.message
+    (wait,) = decide([elastic("e", 4, 3, patient=True)], [holder("x", 2)])
+    assert (
+        "waits for 3 accelerators" in wait.message
+        and "within a minute of its end it goes on with fewer" in wait.message
+    )
+
+
+def test_an_elastic_job_grows_into_what_nobody_waits_for():
+    running = holder("e", 2, larger=(4, 3))
+    (grows,) = decide([], [running])
+    assert (grows.job_id, grows.for_job) == ("e", "e") and "goes on with 4 accelerators" in grows.message
+    (grows,) = decide([], [running, holder("x", 1)])
+    assert "goes on with 3 accelerators, as 1 more than its 2 are free" in grows.message
+    assert decide([], [running, holder("x", 2)]) == []
+    assert decide([], [replace(running, stopping=True)]) == []
+    assert decide([], [running], quotas={"q": 2}) == []
+
+
+def test_no_job_grows_where_another_waits_for_accelerators_but_for_one_that_never_starts():
+    running = holder("e", 2, larger=(4, 3))
+    assert preempted(decide([job("w", 3)], [running])) == []
+    assert preempted(decide([job("w", 1, not_before=200.0)], [running])) == [], "it starts in a moment"
+    assert preempted(decide([job("w", 9)], [running])) == ["e"]
+    assert preempted(decide([job("w", 3, queue="small")], [running], quotas={"small": 2})) == ["e"]
+    answers = decide([job("w", 1)], [running])
+    assert (started(answers), preempted(answers)) == (["w"], ["e"]), "one is left beside it"
+
+
+def test_two_jobs_never_grow_into_the_same_accelerators():
+    running = [holder("young", 1, larger=(3, 2), since=9.0), holder("old", 1, larger=(3, 2), since=5.0)]
+    answers = decide([], running, total=5)
+    assert [(one.job_id, one.message[:31]) for one in answers] == [
+        ("old", "goes on with 3 accelerators, as"),
+        ("young", "goes on with 2 accelerators, as"),
+    ]

@@ -50,12 +50,12 @@ def decide(waiting, holders=(), capacity=FOUR, quotas=None, now=100.0):
 
 
 def test_a_gang_that_fits_starts():
-    assert decide([job("a")]) == [Start("a", "cpu")]
+    assert decide([job("a")]) == [Start("a", "cpu", 4)]
 
 
 def test_the_second_of_two_jobs_waits_and_hears_who_uses_what():
     first, second = decide([job("a", queued_at=1), job("b", queued_at=2)])
-    assert first == Start("a", "cpu")
+    assert first == Start("a", "cpu", 4)
     message = "waits for 4 accelerators of slotline_worker; 0 of 4 free (job a uses 4)"
     assert second == Wait("b", "WAITS_FOR_ACCELERATORS", message)
 
@@ -82,7 +82,7 @@ def test_small_jobs_do_not_overtake_a_large_one_that_waits_for_accelerators():
 def test_a_job_too_large_for_the_cluster_holds_nobody_up():
     answers = decide([job("huge", 8, queued_at=1), job("small", 4, queued_at=2)])
     assert answers[0].reason == "CLUSTER_TOO_SMALL" and "needs 8" in answers[0].message
-    assert answers[1] == Start("small", "cpu")
+    assert answers[1] == Start("small", "cpu", 4)
 
 
 def test_a_quota_holds_only_its_own_queue_back():
@@ -93,13 +93,13 @@ def test_a_quota_holds_only_its_own_queue_back():
         quotas=quotas,
     )
     assert answers[0].reason == "WAITS_FOR_QUOTA" and "1 of its quota of 2 free" in answers[0].message
-    assert answers[1] == Start("b", "cpu")
+    assert answers[1] == Start("b", "cpu", 2)
 
 
 def test_jobs_fill_their_quota_to_the_last_accelerator():
-    assert decide([job("a", 2, queue="small")], quotas={"small": 2}) == [Start("a", "cpu")]
+    assert decide([job("a", 2, queue="small")], quotas={"small": 2}) == [Start("a", "cpu", 2)]
     held = [Holder("x", "small", 2, "cuda")]
-    assert decide([job("a", 1, queue="small")], held, quotas={"small": 3}) == [Start("a", "cpu")]
+    assert decide([job("a", 1, queue="small")], held, quotas={"small": 3}) == [Start("a", "cpu", 1)]
     answers = decide(
         [job(name, 1, queue="small", queued_at=place) for place, name in enumerate("abc")],
         quotas={"small": 2},
@@ -115,7 +115,7 @@ def test_gangs_fill_the_cluster_to_the_last_accelerator():
         held,
         capacity=Capacity({"cpu": 4, "cuda": 8}),
     )
-    assert answers == [Start("a", "cpu"), Start("b", "cpu")]
+    assert answers == [Start("a", "cpu", 1), Start("b", "cpu", 2)]
 
 
 def test_a_quota_of_nothing_lets_nothing_start():
@@ -131,7 +131,7 @@ def test_a_job_larger_than_its_quota_is_told_what_to_change():
 def test_a_job_that_backs_off_waits_until_its_time():
     waiting = job("a", not_before=105.0)
     assert decide([waiting], now=104.9)[0].reason == "BACKING_OFF"
-    assert decide([waiting], now=105.0) == [Start("a", "cpu")]
+    assert decide([waiting], now=105.0) == [Start("a", "cpu", 4)]
 
 
 def test_without_a_cluster_every_job_waits():
@@ -146,12 +146,12 @@ def test_without_a_cluster_every_job_waits():
 )
 def test_auto_takes_cuda_where_the_gang_fits(device: str, cuda: int, chosen: str):
     assert decide([job("a", device=device)], capacity=Capacity({"cpu": 4, "cuda": cuda})) == [
-        Start("a", chosen)
+        Start("a", chosen, 4)
     ]
 
 
 def test_auto_takes_cpu_where_the_cluster_has_never_told_of_a_gpu():
-    assert decide([job("a", 1)], capacity=Capacity({"cpu": 1})) == [Start("a", "cpu")]
+    assert decide([job("a", 1)], capacity=Capacity({"cpu": 1})) == [Start("a", "cpu", 1)]
 
 
 def test_a_job_that_waits_hears_of_three_that_use_what_it_needs_and_how_many_more():
