@@ -114,7 +114,7 @@ async def _change_meshes(
 def _with_meshes(job: JobRow, meshes: int | MeshRange) -> JobSpec:
     """The job's specification with these meshes; 422 where it is none."""
     wanted = meshes if isinstance(meshes, int) else meshes.model_dump()
-    resources = job.spec["resources"]
+    resources = dict(job.spec.get("resources") or {})
     if resources.get("workers") or resources.get("tensors"):
         raise field_problem("meshes", str(wanted), "the job's meshes differ in size: submit it anew")
     if job.saved_plan_id is not None:

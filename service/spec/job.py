@@ -673,10 +673,12 @@ class JobSpec(SpecPart):
 def spec_with_meshes(spec: Mapping[str, Any], accelerators: int) -> dict[str, Any]:
     """The stored specification as a job of just so many accelerators has it: that of an attempt, of an elastic job or one
     whose meshes were changed since."""
-    resources = spec["resources"]
+    resources = spec.get("resources")
+    if not isinstance(resources, Mapping) or "workers_per_mesh" not in resources:
+        return dict(spec)  # stored by another version
     if resources.get("workers") or resources.get("tensors"):
         return dict(spec)
-    meshes = accelerators // (resources.get("workers_per_mesh") or 1)
+    meshes = accelerators // resources["workers_per_mesh"]
     if resources.get("fewest_meshes") is None and resources.get("meshes") == meshes:
         return dict(spec)
     return {**spec, "resources": {**resources, "meshes": meshes, "fewest_meshes": None}}

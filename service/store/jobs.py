@@ -14,10 +14,10 @@ import asyncio
 import hashlib
 import secrets
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sqlalchemy import Select, and_, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -92,10 +92,11 @@ def set_meshes(
     session: AsyncSession, job: JobRow, spec: JobSpec, *, at: datetime, by: str = ANONYMOUS
 ) -> bool:
     """Give a locked job the meshes of `spec`, its own specification in all else; False where it has them already."""
-    before = _meshes_text(JobSpec.model_validate(job.spec))
-    if (after := _meshes_text(spec)) == before:
+    changed = spec.model_dump(mode="json")
+    before, after = _meshes_text(job.spec), _meshes_text(changed)
+    if after == before:
         return False
-    job.spec = spec.model_dump(mode="json")
+    job.spec = changed
     job.accelerators = spec.accelerators
     job.fewest_accelerators = None if spec.resources.fewest_meshes is None else spec.fewest_accelerators
     message = f"meshes {before} become {after}"
@@ -104,8 +105,8 @@ def set_meshes(
     return True
 
 
-def _meshes_text(spec: JobSpec) -> str:
-    most, fewest = spec.resources.meshes, spec.resources.fewest_meshes
+def _meshes_text(spec: Mapping[str, Any]) -> str:
+    most, fewest = (spec["resources"].get(name) for name in ("meshes", "fewest_meshes"))
     return f"{most}" if fewest is None else f"{fewest} to {most}"
 
 

@@ -71,6 +71,7 @@ async def test_a_job_stored_by_another_version_is_listed_read_run_and_ended(api:
     (listed,) = (await api.client.get("/api/v1/jobs")).raise_for_status().json()["items"]
     assert listed["progress"]["steps"] == 0
     assert (await api.job(job_id))["spec"] == old
+    problem(await api.client.patch(f"/api/v1/jobs/{job_id}", json={"meshes": 2}), 422)
     await api.rounds(job_id)
     assert (await api.client.get("/api/v1/cluster")).raise_for_status().json()["gangs"][0]["meshes"] == 4
     assert (await api.driver(job_id, "GET")).raise_for_status().json()["job"] == old
