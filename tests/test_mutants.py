@@ -6,8 +6,11 @@ import shlex
 import tomllib
 from pathlib import Path
 
+import coverage
+
 from tests.mutants.__main__ import drawn_rooms
 from tests.mutants.groups import GROUPS, rooms
+from tests.mutants.watchers import BY_DAY, Watchers
 
 ROOT = Path(__file__).parents[1]
 
@@ -47,3 +50,29 @@ def test_changes_are_drawn_evenly_over_rooms_and_the_same_again():
     assert len({room.name for room in few}) == 5 and of_each == 1
     assert drawn_rooms(every, 5, seed=3) == (few, 1) != drawn_rooms(every, 5, seed=4)
     assert drawn_rooms(every[:2], 5, seed=3)[1] == 3
+
+
+def test_a_line_is_watched_by_the_tests_that_ran_it_wherever_they_are(tmp_path: Path):
+    leases, mirror = "service/store/leases.py", "tests/service/store/test_leases.py -m 'not slow'"
+    near, far = "tests/service/store/test_leases.py::test_one", "tests/service/api/test_app.py::test_two"
+    whole, gone = "tests/end_to_end/test_jobs.py::test_three", "tests/test_that_is_no_more.py::test_four"
+    data = coverage.CoverageData(str(tmp_path / "ran"))
+    for context, lines in (
+        ("", [1, 2]),  # while it was imported
+        (f"|{whole}[gpt]", [5]),
+        (f"|{far}[sqlite]@file7", [5, 9]),
+        (f"{near} (call)|", [5]),  # in a process that the test started
+        (f"|{gone}", [5]),
+    ):
+        data.set_context(context)
+        data.add_lines({f"/there/{leases}": lines, "/there/worker/data/tokens.py": [1]})
+    data.write()
+    watchers = Watchers(tmp_path / "ran", ROOT)
+    day = f" -m '{BY_DAY}'"
+    assert watchers.tests(leases, 5, mirror) == f"{near} {far} {whole}{day}"
+    assert watchers.tests(leases, 6, mirror) == f"{near} {far} {whole}{day}", "a statement of several lines"
+    assert watchers.tests(leases, 9, mirror) == f"{far}{day}"
+    assert watchers.tests(leases, 1, mirror) == f"{near} {far} {whole}{day}", (
+        "whatever ran another line of it"
+    )
+    assert watchers.tests("service/store/files.py", 3, mirror) == f"tests/service/store/test_leases.py{day}"

@@ -124,7 +124,7 @@ def _openapi_document(app: FastAPI, authenticates: bool) -> dict[str, Any]:
         for operation in operations.values():
             if path.startswith("/api/v1/attempts/"):
                 operation["security"] = [{"attempt": []}]
-            elif authenticates and path.startswith("/api/"):
+            elif authenticates and path.startswith("/api/") and "401" in operation["responses"]:
                 operation["security"] = [{"user": []}]
             for status, response in operation["responses"].items():
                 if status.startswith(("4", "5")):

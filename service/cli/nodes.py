@@ -114,7 +114,7 @@ def _print_nodes(nodes: Sequence[NodeView], *, as_json: bool) -> None:
             escape(state_text(node)),
             str(sum(kind.used for kind in node.accelerators)),
             str(sum(kind.total for kind in node.accelerators)),
-            escape(_jobs_text(node)),
+            escape(jobs_text(node)),
             node.address,
             escape(
                 ", ".join(f"{key}={value}" for key, value in node.labels.items() if key != "ray.io/node-id")
@@ -134,6 +134,7 @@ def state_text(node: NodeView) -> str:
     return f"{named}: {node.reason}" if node.reason else named
 
 
-def _jobs_text(node: NodeView) -> str:
+def jobs_text(node: NodeView) -> str:
+    """Names the first few jobs that have workers on a node, with their meshes, and counts the others."""
     more = f" and {len(node.jobs) - _JOBS_NAMED} more" if len(node.jobs) > _JOBS_NAMED else ""
     return ", ".join(f"{job.job_id} ({' '.join(job.meshes)})" for job in node.jobs[:_JOBS_NAMED]) + more

@@ -4,10 +4,11 @@ cosmic-ray makes the changes of code, queries.py those of the dashboards' querie
 ones are tried is drawn anew each time, evenly over the groups of groups.py and their files, for SLOTLINE_MUTANTS_S
 seconds (600 by default); SLOTLINE_MUTANTS_SEED draws the same again, SLOTLINE_MUTANTS_MOST bounds them in each
 group, and `python -m tests.mutants decide checkpoint` draws of groups with these names. `--all-rooms 60 --seed 7` draws 60
-changes instead, evenly over all packages of service and worker, for as long as they take; the tests by day of the folder
-that mirrors a package watch it, and names are packages then (service/store). With a file named by
-SLOTLINE_MUTANTS_RECORD a run of the same seed can be gone on with: what it says was noticed counts, and is not tried
-again, as tests have only been added since.
+changes instead, evenly over all packages of service and worker, for as long as they take, and names are packages then
+(service/store). The tests by day of the folder that mirrors a package watch it, or with `--ran FILE` those that ran the
+changed line when the file was recorded (watchers.py), wherever they are. With a file named by SLOTLINE_MUTANTS_RECORD
+a run of the same seed can be gone on with: what it says was noticed counts, and is not tried again, as tests have only
+been added since.
 
 A change that is none (equivalent.toml says why) is not counted. One that was only found by running out of time is
 shown apart, and not counted as noticed. This is a report: look at every survivor, and write the test that misses, or
@@ -17,6 +18,7 @@ the reason. results.md keeps the last full one.
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import math
 import os
@@ -27,12 +29,13 @@ import tempfile
 import time
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from tests.mutants.changes import Change, drawn
 from tests.mutants.forked import Ended, Run, import_libraries, run_tests
 from tests.mutants.groups import GROUPS, Group, rooms
+from tests.mutants.watchers import Watchers
 
 ROOT = Path(__file__).parents[2]
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
@@ -50,7 +53,11 @@ def main() -> int:
         "--all-rooms", type=int, metavar="N", help="N changes over all packages, evenly rounded up"
     )
     parser.add_argument("--seed", type=int, help="draw the same again; SLOTLINE_MUTANTS_SEED")
+    parser.add_argument(
+        "--ran", type=Path, metavar="FILE", help="with --all-rooms: what tests.mutants.watchers recorded"
+    )
     given = parser.parse_args()
+    ran = given.ran.absolute() if given.ran else None
     seed = given.seed or int(
         os.environ.get("SLOTLINE_MUTANTS_SEED") or random.SystemRandom().randrange(10_000)
     )
@@ -72,7 +79,8 @@ def main() -> int:
         os.environ |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "SLOTLINE_TEST_SHARE": "0.25"}
         os.environ["CI"] = "1"  # a test that is left out because a tool is missing notices nothing
         try:
-            _run(copy, groups, seed, most, time.monotonic() + limit_s, results)
+            watchers = Watchers(ran, copy) if ran else None
+            _run(copy, groups, seed, most, time.monotonic() + limit_s, results, watchers)
         except KeyboardInterrupt:
             print("interrupted")
     results.show(groups)
@@ -138,10 +146,19 @@ class Results:
                 print(f"* {file}:{change.line} ({ended})\n  - `{change.old}`\n  - `{change.new}`")
 
 
-def _run(copy: Path, groups: list[Group], seed: int, most: int, deadline: float, results: Results) -> None:
+def _run(
+    copy: Path,
+    groups: list[Group],
+    seed: int,
+    most: int,
+    deadline: float,
+    results: Results,
+    watchers: Watchers | None,
+) -> None:
     """One change of each group in turn, until the deadline or until each had `most`."""
     known = {(e["file"], e["old"], e["new"]) for e in tomllib.loads(EQUIVALENT.read_text())["equivalent"]}
     usual: dict[str, Run] = {}
+    begun: set[str] = set()
     left = {group.name: _drawn(group, copy, seed, known) for group in groups}
     tried: Counter[str] = Counter()
     while left:
@@ -155,23 +172,29 @@ def _run(copy: Path, groups: list[Group], seed: int, most: int, deadline: float,
             tried[group.name] += 1
             if results.was_noticed(group, change):
                 continue
-            if group.name not in usual:
-                unchanged = _run_unchanged(copy, group)
+            tests = group.tests
+            if watchers is not None:
+                tests = watchers.tests(change.file, change.line, group.tests)
+            if tests not in usual:
+                unchanged = _run_unchanged(copy, group.name, tests, begun)
+                begun.add(group.name)
                 if unchanged is None:
                     results.left_out.append(group.name)
                     left.pop(group.name)
                     continue
-                usual[group.name] = unchanged
-            results.add(group, change, _run_changed(copy, group, change, usual[group.name]))
+                usual[tests] = unchanged
+            results.add(group, change, _run_changed(copy, tests, change, usual[tests]))
 
 
 def _copied(folder: Path) -> Path:
     """The checkout in `folder`, so that no change is ever made in the place where somebody works."""
     copy = folder / "checkout"
     left = shutil.ignore_patterns(
-        ".venv*", ".git", ".pytest_cache", ".ruff_cache", ".hypothesis", ".slotline"
+        ".venv*", ".git", ".pytest_cache", ".ruff_cache", ".hypothesis", ".slotline", "__pycache__"
     )
     shutil.copytree(ROOT, copy, ignore=left, symlinks=True)
+    for root in ("service", "worker"):  # under their new names, so that each run of tests need not
+        compileall.compile_dir(copy / root, quiet=1)
     if (ROOT.parent / "shared").exists():
         (folder / "shared").symlink_to(ROOT.parent / "shared")
     return copy
@@ -192,33 +215,31 @@ def _drawn(group: Group, copy: Path, seed: int, known: set[tuple[str, str, str]]
                 yield change
 
 
-def _run_unchanged(copy: Path, group: Group) -> Run | None:
-    """The tests must pass while nothing is changed, or the group is left out; twice, as the first run imports and
-    compiles for the others."""
+def _run_unchanged(copy: Path, name: str, tests: str, known: Collection[str]) -> Run | None:
+    """The tests must pass while nothing is changed, or the group is left out; twice where the
+    group is not `known`, as its first run imports and compiles for the others."""
     log, imported = copy.parent / "log", copy.parent / "imported"
-    for again in (False, True):
+    for again in (False, True) if name not in known else (True,):
         run = run_tests(
-            copy, group.tests, log, cpu_limit_s=1000, wall_limit_s=1000, imported=None if again else imported
+            copy, tests, log, cpu_limit_s=1000, wall_limit_s=1000, imported=None if again else imported
         )
         if not again and run.ended is Ended.PASSED:
             import_libraries(imported)
         if run.ended is not Ended.PASSED:
-            print(
-                f"without any change, this {run.ended}: {group.tests}\n{log.read_text()[-2000:]}", flush=True
-            )
+            print(f"without any change, this {run.ended}: {tests}\n{log.read_text()[-2000:]}", flush=True)
             return None
-    print(f"{group.name}: {run.wall_s:.1f} s, {run.cpu_s:.1f} s of processor time, unchanged", flush=True)
+    print(f"{name}: {run.wall_s:.1f} s, {run.cpu_s:.1f} s of processor time, unchanged", flush=True)
     return run
 
 
-def _run_changed(copy: Path, group: Group, change: Change, usual: Run) -> Run:
+def _run_changed(copy: Path, tests: str, change: Change, usual: Run) -> Run:
     file = copy / change.file
     content = file.read_text()
     file.write_text(change.content)
     try:
         return run_tests(
             copy,
-            group.tests,
+            tests,
             copy.parent / "log",
             cpu_limit_s=_CPU_LEAST_S + _CPU_FACTOR * usual.cpu_s,
             wall_limit_s=_WALL_LEAST_S + _WALL_FACTOR * usual.wall_s,

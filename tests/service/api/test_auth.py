@@ -53,6 +53,18 @@ def test_the_routes_are_those_that_the_description_lists_and_the_pages():
     assert OPEN <= ROUTES, "what is open is there"
 
 
+@pytest.mark.parametrize("token", ["secret", None])
+def test_the_description_says_whose_token_a_call_wants(token: str | None):
+    paths = control_plane_app(Settings(api_token=token), FakeCluster()).openapi()["paths"]
+    users = [{"user": []}] if token else None
+    for path, operations in paths.items():
+        for method, operation in operations.items():
+            expected = [{"attempt": []}] if path.startswith(DRIVERS) else users
+            if (method.upper(), path) in OPEN:
+                expected = None
+            assert operation.get("security") == expected, (method, path)
+
+
 async def ask(api: Api, method: str, path: str, headers: dict[str, str]) -> httpx.Response:
     """Call a route with ids that fit and a body that does not: who may not call learns nothing of both."""
     place = re.sub(r"{[^}]*}", "job-none-1", path)

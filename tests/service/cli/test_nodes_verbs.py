@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
+from service.cli.nodes import jobs_text
 from service.orchestrator.ray.jobs_api import KUBERNETES_NODE_LABEL, RayNode
+from service.schemas.clusters import NodeJob, NodeView
 from tests.service.cli.conftest import Run
 from tests.service.serving import Served
 
@@ -33,3 +37,17 @@ def test_nodes_are_listed_and_kept_from_work_and_put_back(run: Run, served: Serv
     assert unknown.code == 1 and "there is no node gpu-7: use one of bare, gpu-1" in " ".join(
         unknown.err.split()
     )
+
+
+@pytest.mark.parametrize(
+    ("jobs", "text"),
+    [
+        (0, ""),
+        (1, "a (m0 m1)"),
+        (3, "a (m0 m1), b (m0 m1), c (m0 m1)"),
+        (5, "a (m0 m1), b (m0 m1), c (m0 m1) and 2 more"),
+    ],
+)
+def test_a_node_names_three_of_its_jobs_and_counts_the_others(jobs: int, text: str):
+    on_it = [NodeJob(job_id=name, attempt=1, meshes={"m0": 1, "m1": 2}) for name in "abcde"[:jobs]]
+    assert jobs_text(NodeView(id="n", address="10.0.0.1", resources={}, jobs=on_it)) == text

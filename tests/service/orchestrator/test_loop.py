@@ -582,6 +582,16 @@ def test_a_long_log_keeps_its_end_in_whole_lines_under_their_numbers():
     assert kept == "".join(f"line {number}\n" for number in range(first, 101)) and 25 < len(kept) <= 50
 
 
+def test_a_log_that_comes_in_pieces_of_lines_is_as_if_it_came_at_once():
+    text = b"one\ntwo two\n\nfour"
+    for size in (1, 2, 3, 5, len(text)):
+        window = LogWindow(100)
+        for begin in range(0, len(text), size):
+            window.add(text[begin : begin + size])
+        assert list(window.lines(0, ended=True)) == [(1, "one"), (2, "two two"), (3, ""), (4, "four")]
+        assert list(window.lines(2, ended=False)) == [(3, "")] and window.read_bytes == len(text)
+
+
 def test_a_log_is_kept_without_characters_that_a_database_refuses():
     window = LogWindow(10)
     window.add(b"a\x00b")

@@ -42,7 +42,6 @@ def test_a_mesh_that_became_slow_is_planned_around(options, contention):
     run_programs(decided, written["programs"], seed=3)
 
 
-@pytest.mark.slow
 def test_the_search_starts_from_the_running_order():
     """Constructive plans alone are longer than the order that runs."""
     spec = load_spec(measured(4, 8, 17, memory=2.5, contention="full-duplex"))

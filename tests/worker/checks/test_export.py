@@ -118,6 +118,17 @@ def test_the_model_is_left_as_it_was():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_gradients_that_the_model_had_are_kept_and_not_checked():
+    torch.manual_seed(0)
+    model = odd.Normalised(0.0)
+    given = [torch.full_like(parameter, 1e3) for parameter in model.parameters()]
+    for parameter, gradient in zip(model.parameters(), given, strict=True):
+        parameter.grad = gradient
+    _check(model, (_rows(2, odd.WIDTH),))
+    assert all(p.grad is one for p, one in zip(model.parameters(), given, strict=True))
+    assert all(torch.equal(one, torch.full_like(one, 1e3)) for one in given)
+
+
 @pytest.mark.parametrize("model", [lying.DrawsInVain, lying.CountsInVain])
 def test_what_changes_no_result_is_told_and_not_refused(model):
     torch.manual_seed(0)

@@ -139,7 +139,7 @@ class Zero1Update(ModelUpdate):
 
     @torch.no_grad()
     def gather(self) -> None:
-        for names in _keys_by_bucket(self.updated, self.parameters):
+        for names in keys_by_bucket(self.updated, self.parameters):
             parts = [self.updated[name] for name in names]
             sizes = [self.parameters[name].numel() for name in names]
             for name, whole in zip(names, self._gather(parts, sizes), strict=True):
@@ -224,7 +224,7 @@ class Zero1Update(ModelUpdate):
             for name in own
             for key in elementwise_keys(own[name], self.updated[name])
         }
-        for places in _keys_by_bucket(vectors, {place: self.parameters[place[0]] for place in vectors}):
+        for places in keys_by_bucket(vectors, {place: self.parameters[place[0]] for place in vectors}):
             sizes = [self.parameters[name].numel() for name, _ in places]
             wholes = self._gather([vectors[place] for place in places], sizes)
             for (name, key), whole in zip(places, wholes, strict=True):
@@ -244,7 +244,7 @@ class Zero1Update(ModelUpdate):
             yield rows.reshape(-1)[:size]
 
 
-def _keys_by_bucket(
+def keys_by_bucket(
     vectors: Mapping[Any, torch.Tensor], wholes: Mapping[Any, torch.Tensor]
 ) -> list[list[Any]]:
     """The keys of `vectors` in their order, in runs of one dtype whose whole tensors fill about a bucket."""

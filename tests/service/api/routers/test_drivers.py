@@ -148,6 +148,20 @@ async def test_after_a_recovery_steps_and_timelines_are_those_of_the_living_atte
     problem(await api.client.get(f"{place}/steps", params={"page_token": "5"}), 422)
 
 
+async def test_a_page_of_steps_goes_on_behind_its_last_step_also_where_an_attempt_ends_in_it(api: Api):
+    job_id = await api.started()
+    await api.report(job_id, 1, state="RUNNING", steps=[{**STEP, "step": n} for n in (1, 2)])
+    await api.report(job_id, 2, state="FAILED", reason=reasons.Reason.DRIVER_LOST, message="gone")
+    await api.rounds(job_id, 2)
+    await api.report(job_id, 1, number=2, state="RUNNING", steps=[{**STEP, "step": n} for n in (3, 4)])
+    place = f"/api/v1/jobs/{job_id}/steps"
+    first = (await api.client.get(place, params={"limit": 3})).json()
+    assert [(s["attempt"], s["step"]) for s in first["items"]] == [(1, 1), (1, 2), (2, 3)]
+    assert first["next_page_token"] == "2:3"
+    rest = (await api.client.get(place, params={"page_token": first["next_page_token"]})).json()
+    assert [(s["attempt"], s["step"]) for s in rest["items"]] == [(2, 4)] and rest["next_page_token"] is None
+
+
 async def test_the_peaks_of_an_attempts_memory_are_the_most_of_all_its_steps(api: Api):
     job_id = await api.started()
     assert (await api.job(job_id))["attempts"][0]["peak_memory_bytes"] is None

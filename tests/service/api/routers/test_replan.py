@@ -57,7 +57,6 @@ async def asked(
     return answer.json()
 
 
-@pytest.mark.slow
 async def test_a_poor_order_is_replaced_by_one_that_is_as_short_in_the_world_that_was_measured_as_it_says(
     api: Api,
 ):

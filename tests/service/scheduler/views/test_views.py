@@ -87,6 +87,24 @@ def test_an_svg_shows_every_slot_and_names_every_mesh(spec):
     assert {"m0", "m1", "m2"} <= set(words)
 
 
+def test_wide_computations_alone_bear_their_microbatch(spec):
+    plan = make_plan(spec)
+    root = ElementTree.fromstring(render(spec, plan, "svg"))
+    boxes = [box for box in root.iter(f"{SVG}rect") if box.find(f"{SVG}title") is not None]
+    wide = [
+        (round(float(box.get("x")) + float(box.get("width")) / 2, 1), str(slot.microbatch))
+        for box, slot in zip(boxes, plan.slots, strict=True)
+        if slot.lane == "compute" and float(box.get("width")) >= 11
+    ]
+    labels = [
+        (round(float(text.get("x")), 1), text.text)
+        for text in root.iter(f"{SVG}text")
+        if text.get("pointer-events") == "none"
+    ]
+    assert 0 < len(wide) < len(plan.slots)
+    assert sorted(labels) == sorted(wide)
+
+
 def test_a_timeline_stands_below_its_plan_on_one_scale(spec):
     plan = make_plan(spec)
     slower = [replace(slot, start_s=2 * slot.start_s, end_s=2 * slot.end_s) for slot in plan.slots]

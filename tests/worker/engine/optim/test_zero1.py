@@ -18,7 +18,8 @@ from tests.worker.engine.engine_support import (
     tied_chain,
 )
 from tests.worker.engine.optim.test_reduce_and_step import decaying, with_spare
-from worker.engine.optim.zero1 import ALIGNED_ELEMENTS, FlatPartition, local_partitions
+from worker.contract.buckets import BUCKET_BYTES
+from worker.engine.optim.zero1 import ALIGNED_ELEMENTS, FlatPartition, keys_by_bucket, local_partitions
 from worker.transport.base import Topology
 from worker.transport.local import LocalTransport
 
@@ -307,3 +308,16 @@ def test_scattered_and_gathered_parts_are_those_of_the_sum_and_of_everybody():
         one.join()
     assert sums == {0: [0.0, 6.0], 1: [12.0, 18.0], 2: [24.0, 30.0]}
     assert all(found == [[0.0], [1.0], [2.0]] for found in gathered.values())
+
+
+def test_a_bucket_holds_one_dtype_and_no_more_bytes_than_its_limit_unless_one_tensor_is_longer():
+    quarter = BUCKET_BYTES // 4
+    bytes_of = {"a": quarter, "b": 2 * quarter, "c": quarter, "d": 4, "e": 4, "f": 3 * BUCKET_BYTES, "g": 4}
+    dtypes = dict.fromkeys(bytes_of, torch.float32) | {"e": torch.bfloat16}
+    wholes = {
+        key: torch.empty(size // dtypes[key].itemsize, dtype=dtypes[key], device="meta")
+        for key, size in bytes_of.items()
+    }
+    vectors = {key: whole[: whole.numel() // 2] for key, whole in wholes.items()}
+    assert keys_by_bucket(vectors, wholes) == [["a", "b", "c"], ["d"], ["e"], ["f"], ["g"]]
+    assert keys_by_bucket({}, {}) == []

@@ -122,3 +122,10 @@ def test_a_word_that_no_table_has_is_an_error_as_on_one_worker(word):
     look = VocabParallelLookup(TensorGroup(1, 2), 8, -1)
     with pytest.raises(IndexError, match=f"word {word} is not in a table of 8"):
         look(torch.randn(4, 3), torch.tensor([1, word]))
+
+
+def test_no_words_are_looked_up_as_none():
+    found = VocabParallelLookup(TensorGroup(1, 2), 8, -1)(
+        torch.randn(4, 3), torch.empty(2, 0, dtype=torch.long)
+    )
+    assert found.shape == (2, 0, 3)
