@@ -351,3 +351,13 @@ def test_an_attempt_that_begins_with_a_poor_order_swaps_it_and_has_the_losses_of
     assert swapped[0]["plan"]["plan"]["programs"] != poor["programs"]
     assert [step["step"] for step in plane.steps] == list(range(1, 41))
     assert [step["loss"] for step in plane.steps] == pytest.approx(losses, rel=1e-4)
+
+
+@pytest.mark.parametrize("where", ["RunTracking.finish", "DriverMetrics.close"])
+def test_a_driver_that_is_asked_to_end_after_training_still_says_that_it_succeeded(monkeypatch, where):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"worker.driver.__main__.{where}", interrupted)
+    plane, code = run_attempt(job("cosine", meshes=1, stages=1))
+    assert (code, plane.states[-1]) == (0, "SUCCEEDED")

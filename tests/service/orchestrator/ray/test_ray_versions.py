@@ -50,6 +50,15 @@ async def test_a_ray_that_is_newer_is_used_and_told_of_once(caplog: pytest.LogCa
     assert "is 3.0.0.dev0, which nobody tried" in record.getMessage() and "2.60" in record.getMessage()
 
 
+@pytest.mark.parametrize("minor", TESTED_RAY)
+async def test_those_that_were_tried_are_used_without_a_word(
+    minor: tuple[int, int], caplog: pytest.LogCaptureFixture
+):
+    with caplog.at_level(logging.WARNING):
+        assert await ray_of("{}.{}.7".format(*minor)).nodes() == []
+    assert caplog.records == []
+
+
 def test_the_newest_that_was_tried_is_the_one_that_is_installed():
     assert importlib.metadata.version("ray").startswith("{}.{}.".format(*TESTED_RAY[-1]))
 
