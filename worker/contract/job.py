@@ -166,10 +166,12 @@ class Resources:
     mesh where meshes are heterogeneous; `workers_per_mesh` is then the largest. `shard` is none or optimizer (ZeRO-1),
     one for all meshes or one for each. `tensor` is the size of a tensor-parallel group, which splits matrices by
     `tensor_plan` (module-name patterns to styles, see worker/parallel/tensor/plans.py); `tensors` has that size for each
-    mesh where it differs, and `tensor` is then the largest.
+    mesh where it differs, and `tensor` is then the largest. `fewest_meshes` is of an elastic job that no attempt has taken
+    up: an attempt's job has so many `meshes` as the attempt.
     """
 
     meshes: int | None = None
+    fewest_meshes: int | None = None
     workers_per_mesh: int = 1
     tensor: int = 1
     tensor_plan: Mapping[str, Any] | None = None
