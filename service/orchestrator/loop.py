@@ -181,7 +181,7 @@ class Orchestrator:
             marks = await node_marks(session)
             if not self.autoscaling.recalled:
                 await self.autoscaling.recall(session)
-        self.attempts.retain_only([attempt.id for attempt, _ in active])
+        self.attempts.retain_only({attempt.id: attempt.cluster for attempt, _ in active})
         for attempt, job in active:
             self._spawn(self.attempts.look_after(attempt, job, now))
         if active and marks:

@@ -83,6 +83,7 @@ class Reporter:
         self._unsent: dict[str, Any] | None = None
         self._metrics_endpoint: str | None = None
         self._away_since: float | None = None
+        self._stepped = False
         self._thread = threading.Thread(target=self._run, name="slotline-reporter", daemon=True)
 
     def start(self) -> Reporter:
@@ -118,7 +119,11 @@ class Reporter:
             self._pending.running_plan = {"since_step": since_step, "plan": dict(plan)}
 
     def step(self, step: Mapping[str, Any]) -> None:
+        """Report a step: the first one soon, as somebody waits for it."""
         self._add("steps", dict(step))
+        if not self._stepped:
+            self._stepped = True
+            self._wake.set()
 
     def evaluation(self, evaluation: Mapping[str, Any]) -> None:
         """Report an evaluation, and log it."""

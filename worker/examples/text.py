@@ -7,7 +7,9 @@ it.
 
 from __future__ import annotations
 
+import os
 import sysconfig
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -35,17 +37,23 @@ def read_corpus(path: str, pattern: str = "*.py") -> np.ndarray:
     if place.is_file():
         files = [place]
     else:
-        found = [file for file in place.rglob(pattern) if file.is_file()]
-        files = sorted(
-            (file for file in found if not _SKIPPED_FOLDERS & set(file.relative_to(place).parts[:-1])),
-            key=lambda file: file.relative_to(place).as_posix(),
-        )
+        files = sorted(_files_below(place, pattern), key=lambda file: file.relative_to(place).as_posix())
     corpus = np.frombuffer(b"".join(file.read_bytes() for file in files), dtype=np.uint8)
     if not len(corpus):
         raise FileNotFoundError(
             f"no text in {path!r} (files {pattern}): give data.args.path a file or a folder"
         )
     return corpus
+
+
+def _files_below(place: Path, pattern: str) -> Iterator[Path]:
+    """The files that match, without what is below skipped folders: site-packages alone may have tens of thousands."""
+    for folder, subfolders, names in os.walk(place):
+        subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
+        for name in names:
+            file = Path(folder, name)
+            if file.match(pattern) and file.is_file():
+                yield file
 
 
 def unigram_entropy_bits(corpus: np.ndarray) -> float:

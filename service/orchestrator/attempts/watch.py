@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 
@@ -98,11 +98,16 @@ class AttemptWatcher:
         self._submitter, self._logs, self._ended = submitter, logs, ended
         self._outages = dict[str, Outage]()
         self._watched: dict[str, _WatchState] = {}
+        self._cluster_of: dict[str, str] = {}
 
-    def retain_only(self, attempt_ids: Collection[str]) -> None:
-        """Forget the state of all other attempts."""
+    def retain_only(self, cluster_of: Mapping[str, str]) -> None:
+        """Forget the state of all but these attempts (by id, with their clusters); where one is gone, its accelerators are
+        about to be free."""
+        for cluster in {self._cluster_of[attempt_id] for attempt_id in self._cluster_of.keys() - cluster_of}:
+            self._clusters.of(cluster).watcher.expect_release()
+        self._cluster_of = dict(cluster_of)
         self._watched = {
-            attempt_id: self._watched.get(attempt_id, _WatchState()) for attempt_id in attempt_ids
+            attempt_id: self._watched.get(attempt_id, _WatchState()) for attempt_id in cluster_of
         }
 
     async def look_after(self, attempt: AttemptRow, job: JobRow, read_at: float) -> None:

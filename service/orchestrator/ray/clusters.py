@@ -8,6 +8,7 @@ reason.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import shlex
@@ -38,6 +39,7 @@ from worker.contract.job import is_placement_group_name, placement_group_name
 
 logger = logging.getLogger(__name__)
 _RETRY_INTERVAL_S = 0.5
+_RELEASE_INTERVAL_S, _RELEASE_LIMIT_S = 0.25, 5.0
 _SHARE_ROUNDING = 0.01  # a third of a GPU is 0.3333 for Ray
 CLUSTER_REFRESH_S = 2.0
 """Time between two looks at a cluster's nodes: what a job that needs a new node waits longer at most."""
@@ -208,13 +210,16 @@ class ClusterSnapshot:
 
 
 class ClusterWatcher:
-    """Renews `snapshot` every `refresh_s` between `start` and `stop`, sooner while the cluster is away."""
+    """Renews `snapshot` every `refresh_s` between `start` and `stop`, sooner while the cluster is away, and when an attempt
+    has just ended."""
 
     def __init__(self, cluster: Cluster, *, refresh_s: float, workers_per_gpu: int) -> None:
         self.snapshot = ClusterSnapshot()
         self._cluster, self._refresh_s, self._workers_per_gpu = cluster, refresh_s, workers_per_gpu
         self._listeners: list[Callable[[], None]] = []
         self._refreshing: asyncio.Task[None] | None = None
+        self._hurry = asyncio.Event()
+        self._release_until = 0.0
 
     @property
     def capacity(self) -> Capacity | None:
@@ -292,7 +297,8 @@ class ClusterWatcher:
         return {"cpu": 1, "cuda": self._workers_per_gpu}
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Call `listener` when nodes came or went, and when a cluster that was away is back."""
+        """Call `listener` when nodes came or went, when a cluster that was away is back, and when accelerators of an attempt
+        that has just ended may be free."""
         self._listeners.append(listener)
 
     def start(self) -> None:
@@ -302,6 +308,11 @@ class ClusterWatcher:
         if self._refreshing is not None:
             self._refreshing.cancel()
             await asyncio.gather(self._refreshing, return_exceptions=True)
+
+    def expect_release(self) -> None:
+        """Look often for a while: an attempt has ended, and Ray gives its accelerators back a moment later."""
+        self._release_until = time.monotonic() + _RELEASE_LIMIT_S
+        self._hurry.set()
 
     async def refresh(self) -> None:
         """Read the cluster's nodes and the resources in use."""
@@ -313,7 +324,8 @@ class ClusterWatcher:
             self.snapshot = replace(self.snapshot, error=str(error))
             return
         before, self.snapshot = self.snapshot, ClusterSnapshot(tuple(nodes), tuple(in_use), time.time(), None)
-        if not before.available or self.snapshot.nodes != before.nodes:
+        released = time.monotonic() < self._release_until and self.snapshot.in_use != before.in_use
+        if not before.available or self.snapshot.nodes != before.nodes or released:
             for listener in self._listeners:
                 listener()
 
@@ -323,7 +335,14 @@ class ClusterWatcher:
                 await self.refresh()
             except Exception:
                 logger.exception("the cluster's answer was not understood")
-            await asyncio.sleep(self._refresh_s if self.snapshot.available else _RETRY_INTERVAL_S)
+            self._hurry.clear()
+            if time.monotonic() < self._release_until:
+                await asyncio.sleep(min(_RELEASE_INTERVAL_S, self._refresh_s))
+            elif not self.snapshot.available:
+                await asyncio.sleep(_RETRY_INTERVAL_S)
+            else:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._hurry.wait(), self._refresh_s)
 
 
 async def working_dir_uri(database: Sessions, spec: Mapping[str, Any], cluster: NamedCluster) -> str | None:
