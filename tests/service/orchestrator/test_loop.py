@@ -184,6 +184,17 @@ async def test_the_second_job_waits_with_a_reason_and_starts_when_the_first_ends
     assert started.state == "STARTING" and f"{second}-1" in world.cluster.submissions
 
 
+async def test_a_cluster_is_looked_at_often_once_an_attempt_of_it_has_ended(world: World):
+    expected = []
+    world.watcher.expect_release = lambda: expected.append("soon")
+    job_id = await world.start()
+    await world.rounds(2)
+    assert expected == []
+    await world.report(f"{job_id}-1", 2, state=AttemptState.SUCCEEDED)
+    await world.rounds(3)
+    assert expected == ["soon"]
+
+
 async def test_a_job_that_waits_long_adds_one_event_not_one_a_round(world: World):
     await world.submit()
     second = await world.submit()
