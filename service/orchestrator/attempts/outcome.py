@@ -252,6 +252,15 @@ async def end_attempt(
     if reason == Reason.MAX_DURATION or exceeds_max_duration(job):
         move(JobState.FAILED, reason=Reason.MAX_DURATION, message=max_duration_message(job, message))
         return
+    if reason == Reason.PLAN_INFEASIBLE and _may_have_more(job, attempt):
+        job.fewest_accelerators = attempt.accelerators + job.workers_per_mesh
+        job.queued_at = job.created_at
+        move(
+            JobState.RECOVERING,
+            reason=reason,
+            message=f"{message}; goes on with {job.fewest_accelerators} accelerators or more",
+        )
+        return
     decision = after_failure(
         FailedAttempt(reason or Reason.INTERNAL, message or "", attempt.failed_step),
         allowed=stored_retry(job.spec),
@@ -268,6 +277,11 @@ async def end_attempt(
         lost = cause_of(reason or Reason.INTERNAL) is Cause.INFRASTRUCTURE
         job.patient_until = at + timedelta(seconds=ELASTIC_PATIENCE_S if lost else _RELEASE_PATIENCE_S)
     move(JobState.RECOVERING, reason=reason, message=decision.message)
+
+
+def _may_have_more(job: JobRow, attempt: AttemptRow) -> bool:
+    """True for an attempt of an elastic job with fewer accelerators than the job may have."""
+    return job.fewest_accelerators is not None and attempt.accelerators < job.accelerators
 
 
 def outcome_of_graceful_stop(

@@ -165,6 +165,31 @@ async def test_it_grows_where_that_saves_twice_the_time_of_a_start(
     assert ((await world.attempt(f"{job_id}-1")).end_asked_at is not None) == grows
 
 
+async def test_what_no_plan_fits_is_not_tried_again_with_as_few(world: World):
+    """Fewer accelerators have less memory: that ends the attempt, not the job."""
+    has(world, 2)
+    job_id = await world.start(**elastic())
+    refused = {
+        "state": AttemptState.FAILED,
+        "reason": Reason.PLAN_INFEASIBLE,
+        "message": "m0 needs 9 GB of 8",
+    }
+    await world.report(f"{job_id}-1", 2, **refused)
+    world.cluster.states[f"{job_id}-1"] = RayJob(RayState.FAILED)
+    job = await world.job(job_id)
+    assert (job.state, job.message) == (
+        "RECOVERING",
+        "m0 needs 9 GB of 8; goes on with 3 accelerators or more",
+    )
+    await world.rounds(2)
+    assert (await world.job(job_id)).attempts_made == 1
+    has(world, 4)
+    await world.rounds(2)
+    assert (await world.attempt(f"{job_id}-2")).accelerators == 4
+    await world.report(f"{job_id}-2", 1, **refused)
+    assert (await world.job(job_id)).state == "FAILED", "it can have no more"
+
+
 async def test_one_that_gives_way_soon_goes_on_with_what_is_left(world: World):
     job_id = await world.start(**elastic())
     await world.submit(**ONE, priority=5)
