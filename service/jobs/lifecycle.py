@@ -108,7 +108,7 @@ async def _change_meshes(
     sizes = elastic_sizes(job) or [job.accelerators]
     if attempt.accelerators not in sizes:
         message = f"goes on with other meshes than its {attempt.accelerators} accelerators have"
-        await request_graceful_stop(session, attempt.id, Reason.PREEMPTED, message, at=utc_now())
+        await request_graceful_stop(session, attempt.id, Reason.RESIZED, message, at=utc_now())
 
 
 def _with_meshes(job: JobRow, meshes: int | MeshRange) -> JobSpec:

@@ -186,13 +186,16 @@ class Orchestrator:
             self._spawn(self.attempts.look_after(attempt, job, now))
         if active and marks:
             await self._admission.empty_draining_nodes(active, marks)
+        held: set[str] = set()
         if self._checks is not None and waiting:
             held = self._checks.held(waiting, marks)
             self._spawn(self._checks.look(waiting, marks))
             waiting = [job for job in waiting if job.id not in held]
         elastic = any(job.fewest_accelerators is not None for _, job in active)
         if waiting or elastic or not self.autoscaling.is_idle:
-            await self._admission.admit(waiting, active, marks)
+            await self._admission.admit(
+                waiting, active, marks, grows=not held
+            )  # what is held wants accelerators soon
         for request in self.autoscaling.due():
             self._spawn(request)
         if self.logs.due:

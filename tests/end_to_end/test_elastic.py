@@ -32,7 +32,7 @@ def test_a_job_shrinks_and_grows_and_learns_what_a_plain_loop_learns(server, ray
     server.client.post(f"/api/v1/jobs/{job_id}/cancel").raise_for_status()
     job = server.wait(job_id)
     assert [attempt["accelerators"] for attempt in job["attempts"]] == [4, 3, 4]
-    assert [attempt["reason"] for attempt in job["attempts"][:2]] == ["PREEMPTED", "PREEMPTED"]
+    assert [attempt["reason"] for attempt in job["attempts"][:2]] == ["PREEMPTED", "RESIZED"]
     steps = server.steps(job_id)
     numbers = [step["step"] for step in steps]
     assert numbers == list(range(1, len(steps) + 1)), "each step once: both ends were saved"

@@ -115,6 +115,11 @@ class Reason(StrEnum):
         "the cluster did not give the accelerators that seemed free: something else took them",
     )
     PREEMPTED = "PREEMPTED", Cause.PREEMPTION, "the accelerators were taken for something else"
+    RESIZED = (
+        "RESIZED",
+        Cause.PREEMPTION,
+        "the job goes on with another number of meshes",
+    )  # counts as no failure
 
     # Nothing failed.
     STOPPED_EARLY = (

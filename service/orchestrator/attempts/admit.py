@@ -13,6 +13,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -92,9 +93,11 @@ class Admission:
         waiting: Sequence[WaitingRow],
         active: Sequence[tuple[AttemptRow, JobRow]],
         marks: Sequence[NodeMark] = (),
+        *,
+        grows: bool = True,
     ) -> None:
-        """Start or explain every waiting job, request a graceful stop of each job that gives way, and say what clusters
-        are to grow for."""
+        """Start or explain every waiting job, request a graceful stop of each job that gives way or (`grows`) goes on with
+        more accelerators, and say what clusters are to grow for."""
         attempt_ids = defaultdict[str, list[str]](list)
         for attempt, _ in active:
             attempt_ids[attempt.cluster].append(attempt.id)
@@ -105,7 +108,10 @@ class Admission:
             on_left_out = await _workers_left_out(session, active, left_out)
         jobs = {job.id: to_waiting_job(job, self._settings, now=now) for job in waiting}
         holders = [
-            to_holder(attempt, job, self._settings, now=now, left_out=on_left_out.get(attempt.id, 0))
+            replace(
+                to_holder(attempt, job, self._settings, now=now, left_out=on_left_out.get(attempt.id, 0)),
+                larger=_larger_gangs(attempt, job) if grows else (),
+            )
             for attempt, job in active
         ]
         answers = await asyncio.to_thread(  # thousands of jobs take their time
@@ -131,16 +137,15 @@ class Admission:
             if isinstance(answer, Start):
                 await self._start(answer, cluster_of[answer.job_id])
             elif isinstance(answer, Preempt):
-                await self._preempt(attempt_of[answer.job_id], answer.message)
+                reason = Reason.RESIZED if answer.for_job == answer.job_id else Reason.PREEMPTED
+                await self._preempt(attempt_of[answer.job_id], answer.message, reason)
         jobs_by_id = {job.id: job for job in waiting}
         waits = self._autoscaling.explained(wait for wait in answers if isinstance(wait, Wait))
         await explain_waits(self._database, [(jobs_by_id[wait.job_id], wait) for wait in waits])
 
-    async def _preempt(self, attempt_id: str, message: str) -> None:
+    async def _preempt(self, attempt_id: str, message: str, reason: Reason = Reason.PREEMPTED) -> None:
         async with self._database.write() as session:
-            requested = await request_graceful_stop(
-                session, attempt_id, Reason.PREEMPTED, message, at=utc_now()
-            )
+            requested = await request_graceful_stop(session, attempt_id, reason, message, at=utc_now())
         if requested:
             self._changed()
 
@@ -307,7 +312,6 @@ def to_holder(
         stopping=stopping,
         cluster=attempt.cluster,
         left_out=left_out,
-        larger=_larger_gangs(attempt, job),
     )
 
 

@@ -252,14 +252,12 @@ async def end_attempt(
     if reason == Reason.MAX_DURATION or exceeds_max_duration(job):
         move(JobState.FAILED, reason=Reason.MAX_DURATION, message=max_duration_message(job, message))
         return
-    if reason == Reason.PLAN_INFEASIBLE and _may_have_more(job, attempt):
-        job.fewest_accelerators = attempt.accelerators + job.workers_per_mesh
-        job.queued_at = job.created_at
-        move(
-            JobState.RECOVERING,
-            reason=reason,
-            message=f"{message}; goes on with {job.fewest_accelerators} accelerators or more",
-        )
+    if _changes_size(job, attempt, reason):
+        if reason == Reason.PLAN_INFEASIBLE:
+            job.fewest_accelerators = attempt.accelerators + job.workers_per_mesh
+            message = f"{message}; goes on with {job.fewest_accelerators} accelerators or more"
+        _recover(job, at, at, _RELEASE_PATIENCE_S)
+        move(JobState.RECOVERING, reason=reason, message=message)
         return
     decision = after_failure(
         FailedAttempt(reason or Reason.INTERNAL, message or "", attempt.failed_step),
@@ -271,17 +269,24 @@ async def end_attempt(
     if isinstance(decision, FailJob):
         move(JobState.FAILED, reason=reason, message=decision.message)
         return
-    job.not_before = at + timedelta(seconds=decision.after_s)
-    job.queued_at = job.created_at  # a job that recovers keeps its place in the queue
-    if job.fewest_accelerators is not None:
-        lost = cause_of(reason or Reason.INTERNAL) is Cause.INFRASTRUCTURE
-        job.patient_until = at + timedelta(seconds=ELASTIC_PATIENCE_S if lost else _RELEASE_PATIENCE_S)
+    lost = cause_of(reason or Reason.INTERNAL) is Cause.INFRASTRUCTURE
+    patience_s = ELASTIC_PATIENCE_S if lost else _RELEASE_PATIENCE_S
+    _recover(job, at, at + timedelta(seconds=decision.after_s), patience_s)
     move(JobState.RECOVERING, reason=reason, message=decision.message)
 
 
-def _may_have_more(job: JobRow, attempt: AttemptRow) -> bool:
-    """True for an attempt of an elastic job with fewer accelerators than the job may have."""
-    return job.fewest_accelerators is not None and attempt.accelerators < job.accelerators
+def _recover(job: JobRow, at: datetime, not_before: datetime, patience_s: float) -> None:
+    """Queue the job for its next attempt: it keeps its place, and an elastic one waits a while for as many accelerators."""
+    job.not_before, job.queued_at = not_before, job.created_at
+    if job.fewest_accelerators is not None:
+        job.patient_until = at + timedelta(seconds=patience_s)
+
+
+def _changes_size(job: JobRow, attempt: AttemptRow, reason: str | None) -> bool:
+    """True for an attempt that ended so that the job goes on with another number of accelerators, which is no failure: it
+    was asked to, or no plan fits its own and the job may have more."""
+    may_have_more = job.fewest_accelerators is not None and attempt.accelerators < job.accelerators
+    return reason == Reason.RESIZED or (reason == Reason.PLAN_INFEASIBLE and may_have_more)
 
 
 def outcome_of_graceful_stop(
@@ -323,7 +328,9 @@ async def _counted_failures(session: AsyncSession, job: JobRow, number: int) -> 
             FailedAttempt(attempt.reason or Reason.INTERNAL, attempt.message or "", attempt.failed_step),
         )
         for attempt in await attempts_of(session, job.id)
-        if job.attempts_forgiven < attempt.number < number and attempt.state == AttemptState.FAILED
+        if job.attempts_forgiven < attempt.number < number
+        and attempt.state == AttemptState.FAILED
+        and not _changes_size(job, attempt, attempt.reason)
     ]
     return [
         failure

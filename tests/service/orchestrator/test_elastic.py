@@ -6,18 +6,20 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
 from service.jobs.lifecycle import change_job
 from service.jobs.problems import ProblemError
-from service.orchestrator.attempts.outcome import ELASTIC_PATIENCE_S
+from service.orchestrator.attempts.outcome import ELASTIC_PATIENCE_S, Backoff, DriverReport, apply_report
 from service.orchestrator.decisions.attempt_lifecycle import RayJob, RayState
 from service.orchestrator.ray.jobs_api import RayNode
 from service.schemas.jobs import JobChange
 from service.spec.principals import OPEN_ACCESS_PRINCIPAL
 from service.spec.states import AttemptState
 from service.store.attempts import find_attempt
+from service.store.database import utc_now
 from service.store.jobs import find_job
 from service.store.measurements import StepRecord
 from tests.service.orchestrator.test_preemption import SAVED, World, told, world  # noqa: F401 (a fixture)
@@ -52,6 +54,17 @@ async def lost(world: World, job_id: str, number: int) -> None:
     await world.report(
         f"{job_id}-{number}", 50, state=AttemptState.FAILED, reason=Reason.NODE_LOST, message="a node is gone"
     )
+    world.cluster.states[f"{job_id}-{number}"] = RayJob(RayState.FAILED)
+    await world.rounds(2)
+
+
+async def ended(world: World, job_id: str, number: int) -> None:
+    """The attempt has saved and ended, as it was asked to."""
+    report = DriverReport(50, state=AttemptState.FAILED, reason=Reason.PREEMPTED, message=SAVED)
+    async with world.database.write() as session:
+        await apply_report(
+            session, f"{job_id}-{number}", report, at=utc_now(), backoff=Backoff(1000.0, 1000.0), keep=10
+        )
     world.cluster.states[f"{job_id}-{number}"] = RayJob(RayState.FAILED)
     await world.rounds(2)
 
@@ -139,6 +152,42 @@ async def test_it_saves_and_grows_when_accelerators_are_free_again(world: World)
     await trained(world, job_id, 2, step=102, step_s=0.8, start_s=20.0)
     await world.rounds(2)
     assert (await world.attempt(f"{job_id}-2")).end_asked_at is None, "it has all that it may have"
+
+
+async def test_a_job_that_grows_or_is_given_other_meshes_uses_up_no_retry(world: World):
+    """Nor does it pause: nothing failed."""
+    has(world, 2)
+    job_id = await world.start(**elastic(), retry={"infrastructure": 0, "user": 0, "preemption": 1})
+    for number, accelerators in enumerate((3, 4), 1):
+        await trained(world, job_id, number, step=100 * number, step_s=1.0, start_s=20.0)
+        has(world, accelerators)
+        await world.rounds(2)
+        assert (await world.attempt(f"{job_id}-{number}")).end_asked_for == "RESIZED"
+        await ended(world, job_id, number)
+        attempt = await world.attempt(f"{job_id}-{number + 1}")
+        assert attempt.accelerators == accelerators
+        await world.report(attempt.id, 1, state=AttemptState.RUNNING)
+    assert (await world.attempt(f"{job_id}-1")).reason == "RESIZED"
+    await changed(world, job_id, 2)
+    await ended(world, job_id, 3)
+    assert (await world.attempt(f"{job_id}-4")).accelerators == 2
+    await world.report(f"{job_id}-4", 1, state=AttemptState.FAILED, reason=Reason.PREEMPTED, message=SAVED)
+    assert "preemption retry 1 of 1" in (await world.job(job_id)).message, "what others need does count"
+
+
+async def test_no_job_grows_while_another_is_checked_before_it_may_start(world: World, monkeypatch):
+    has(world, 3)
+    job_id = await world.start(**elastic())
+    await trained(world, job_id, 1, step=100, step_s=1.0, start_s=20.0)
+    has(world, 4)
+    beside = await world.submit(**ONE)
+    checks = SimpleNamespace(held=lambda *_: {beside}, look=AsyncMock())
+    monkeypatch.setattr(world.orchestrator, "_checks", checks)
+    await world.rounds(2)
+    assert (await world.attempt(f"{job_id}-1")).end_asked_at is None
+    checks.held = lambda *_: set()
+    await world.rounds(2)
+    assert (await world.attempt(f"{beside}-1")).accelerators == 1
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ def test_every_reason_that_a_worker_fails_with_has_a_rank():
         "START_REFUSED",
         "DRIVER_LOST",
         "PREEMPTED",
+        "RESIZED",
         "MAX_DURATION",
         "VERSION_MISMATCH",  # the driver's, before it has workers
     }

@@ -1,4 +1,4 @@
-"""How few accelerators an elastic job trains with, how many its last attempt had, and until when it waits for these."""
+"""Jobs have the least accelerators of an elastic one, those of its last attempt, and until when it waits for these."""
 
 import sqlalchemy as sa
 from alembic import op
