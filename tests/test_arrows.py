@@ -32,7 +32,7 @@ OUTSIDE = (
 """What a pure function needs not: servers, databases, networks, files, processes, clocks."""
 WORKER_ROOMS = (
     *(("tasks",), ("verify",), ("driver",), ("actor",), ("benchmark", "checks"), ("examples",)),
-    *(("engine", "checkpoint", "data"), ("parallel", "model"), ("transport",), ("contract",)),
+    *(("engine", "checkpoint", "data"), ("parallel", "model", "machine"), ("transport",), ("contract",)),
 )
 """From the top to the bottom of worker: a room imports its own floor's other rooms and lower ones, never a higher one."""
 COLLECTIVES = (*("all_reduce", "start_all_reduce", "start_reduce_scatter", "start_all_gather", "exchange"),)

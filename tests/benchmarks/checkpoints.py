@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from tests.worker.actor.test_actor import job
-from tests.worker.driver.fake_gang import SimpleGang
+from tests.worker.driver.fake_gang import FakeActor, SimpleGang
 from tests.worker.workers import Workers
 from worker.contract.job import CheckpointPolicy
 from worker.driver.checkpoints import Checkpoints
@@ -48,10 +48,10 @@ class Saver:
             return [ref() for ref in refs]
 
         def asked(worker, name):
-            return SimpleNamespace(remote=lambda *given: lambda: getattr(worker, name)(*given))
+            return lambda *given: lambda: getattr(worker, name)(*given)
 
         names = ("save", "begin_save", "saved")
-        workers = [SimpleNamespace(**{name: asked(one, name) for name in names}) for one in run.workers]
+        workers = [FakeActor(**{name: asked(one, name) for name in names}) for one in run.workers]
         meshes = [SimpleNamespace(name=name) for name in dict.fromkeys(one.mesh for one in run.workers)]
         self.kept = Checkpoints(
             CheckpointPolicy(folder, every_steps=1, keep=1),

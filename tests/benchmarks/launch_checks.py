@@ -84,27 +84,26 @@ def _measured_elsewhere(name: str) -> dict[str, Any]:
 
 def measure(name: str) -> dict[str, Any]:
     """The seconds of each part of a worker's start, and the model's parameters."""
-    from worker.actor import actor, model_host
+    from worker.actor import model_host, prepared
     from worker.contract.job import Job
-    from worker.verify.local_gang import make_workers
+    from worker.verify.local_gang import prepare_workers
 
     job = Job.from_json(JobSpec.model_validate(_spec_of(name)).model_dump(mode="json"))
     seconds = {"build and trace": 0.0, "compare": 0.0, "loss": 0.0, "optimizer": 0.0}
-    worker = make_workers(job)[0]
-    worker.prepare(1)
+    worker = prepare_workers(job)[0]
     with contextlib.ExitStack() as timed:
         for owner, part, method in (
             (model_host.JobModel, "build and trace", "traced"),
             (model_host.JobModel, "compare", "_check_trace"),
             (model_host.JobModel, "loss", "_check_loss"),
-            (actor, "optimizer", "check_layout_of_optimizer"),
-            (actor, "optimizer", "check_optimizer_of_model"),
+            (prepared, "optimizer", "check_layout_of_optimizer"),
+            (prepared, "optimizer", "check_optimizer_of_model"),
         ):
             timed.enter_context(_timed(owner, method, seconds, part))
         worker.optimizer_state()
         worker.trace(job.training.microbatches)
     seconds["compare"] -= seconds["loss"]  # which is tried within it
-    parameters = sum(p.numel() for p in worker._model.trained_parameters().values())
+    parameters = sum(p.numel() for p in worker.model.trained_parameters().values())
     return {"model": name, "parameters": parameters, **seconds}
 
 

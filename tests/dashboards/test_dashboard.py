@@ -29,9 +29,9 @@ from tests.dashboards.live import BOARDS, ROOT, Server, dashboard_queries, prome
 from tests.polling import until
 from tests.service.api.pages.seed import SLOWER, Site, job_spec, seeded_site
 from tests.service.conftest import create_job
-from worker.actor.telemetry import GpuUsage
 from worker.driver.metrics import DriverMetrics, ModelFlops
 from worker.driver.step_measurement import StepUsage
+from worker.machine.telemetry import GpuUsage
 
 
 @dataclass

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from worker.actor.actor import Worker
 from worker.actor.model_host import JobModel
+from worker.actor.prepared import PreparedWorker
 from worker.checks import trace
 from worker.contract.job import Job
 from worker.model.serialization import deserialize_model, serialize_model
@@ -26,7 +26,7 @@ def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
         (JobModel, "_trace", _graph_once),
         (JobModel, "_trace_in_eval_mode", _graph_once),
         (JobModel, "_check_trace", _compared_once),
-        (Worker, "profile", _profiled_once),
+        (PreparedWorker, "profile", _profiled_once),
     ):
         known = functools.partial(instead, getattr(owner, name), _KNOWN.setdefault(name, {}))
         monkeypatch.setattr(owner, name, functools.partialmethod(_method, known))
@@ -74,11 +74,11 @@ def _compared_once(
 
 
 def _profiled_once(
-    profile: Callable[..., Any], known: dict, worker: Worker, microbatches: int | None = None
+    profile: Callable[..., Any], known: dict, worker: PreparedWorker, microbatches: int | None = None
 ) -> Any:
-    worker._set_microbatches(microbatches)
-    job = worker._job
-    key = _key(job, worker._batches.sample[0]), job.tp_size(worker._mesh), repr(job.resources.tensor_plan)
+    worker.set_microbatches(microbatches)
+    job = worker.job
+    key = _key(job, worker.batches.sample[0]), job.tp_size(worker.mesh), repr(job.resources.tensor_plan)
     if key not in known:
         known[key] = profile(worker, microbatches)
     return known[key]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from tests.worker.engine.watched_cuda import Device, unnoted
 from tests.worker.transport.fake_nccl import FakeNccl
 from tests.worker.workers import Workers
-from worker.actor import actor
+from worker.actor import state
 from worker.engine.engine import Engine
 from worker.engine.lanes.cuda import CudaLanes
 from worker.transport.nccl import NcclLibrary, NcclTransport
@@ -122,7 +122,7 @@ class CudaWorkers(Workers):
         def transport(kind, topology, *, mesh, worker, store, host, connect_s, join_s=None):
             return self.watched.transport(topology, mesh, worker, store[1], connect_s, join_s)
 
-        monkeypatch.setattr(actor, "make_transport", transport)
+        monkeypatch.setattr(state, "make_transport", transport)
         super().__init__(job, nodes)
 
     def __exit__(self, *error):

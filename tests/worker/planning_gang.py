@@ -10,13 +10,14 @@ from typing import Any
 
 from tests.worker.driver.fake_gang import FakeGang
 from tests.worker.workers import plan_of
-from worker.actor.node import WorkerAddress
+from worker.actor.prepared import PreparedWorker
 from worker.contract.job import Job
 from worker.contract.planned import PlannedJob
 from worker.driver.benchmarks import GangMeasurements
 from worker.driver.limits import Limits
 from worker.driver.planning import Planner
-from worker.verify.local_gang import InspectableWorker, make_workers
+from worker.machine.node import WorkerAddress
+from worker.verify.local_gang import prepare_workers
 
 HERE = "127.0.0.1"
 TOGETHER = ("measure_collectives", "measure_links", "measure_action")
@@ -40,23 +41,20 @@ class _Ref:
 class _Remote:
     """A worker as the driver sees it."""
 
-    def __init__(self, worker: InspectableWorker):
+    def __init__(self, worker: PreparedWorker):
         self._worker = worker
+        self.call = SimpleNamespace(remote=self._call)
 
-    def __getattr__(self, name: str) -> Any:
+    def _call(self, name: str, *given: Any, **named: Any) -> _Ref:
         method = getattr(self._worker, name)
-
-        def remote(*given: Any, **named: Any) -> _Ref:
-            return _Ref(name, lambda: method(*map(_value, given), **{k: _value(v) for k, v in named.items()}))
-
-        return SimpleNamespace(remote=remote)
+        return _Ref(name, lambda: method(*map(_value, given), **{k: _value(v) for k, v in named.items()}))
 
 
 class PlanningGang(FakeGang):
     """What a Planner asks of a gang."""
 
     def __init__(self, job: Job):
-        self.own = make_workers(job)
+        self.own = prepare_workers(job)
         self.workers = [_Remote(worker) for worker in self.own]
         self.addresses = [WorkerAddress(w.mesh, w.index, HERE, "node 0", 1, "cpu") for w in self.own]
         names = Counter(worker.mesh for worker in self.own)
@@ -117,7 +115,7 @@ class _Control:
 
 def planned_by_the_driver(
     monkeypatch: Any, job: dict[str, Any], changed: Callable[[dict[str, Any]], Any] = lambda request: None
-) -> tuple[list[InspectableWorker], PlannedJob, _Control]:
+) -> tuple[list[PreparedWorker], PlannedJob, _Control]:
     """The workers of a job, its plan, and what was asked for and answered: all of the driver's way to it, measured here."""
     monkeypatch.setattr("worker.driver.benchmarks.own_node_address", lambda: HERE)
     gang, control = PlanningGang(Job.from_json(job)), _Control(job, changed)

@@ -30,7 +30,7 @@ from worker.driver.evaluation import (
 )
 from worker.engine.results import StepResult
 from worker.examples.text import ByteWindows
-from worker.verify.local_gang import LocalGang, make_workers
+from worker.verify.local_gang import LocalGang, prepare_workers
 
 
 class NanInStep(torch.nn.Module):
@@ -259,9 +259,7 @@ class Workers(LocalGang):
     ):
         self._read = read = Job.from_json(job)
         self._nodes = nodes or {}
-        workers = make_workers(read)
-        for worker in workers:  # one after the other: torch seeds for a whole process
-            worker.prepare(read.mesh_sizes[int(worker.mesh[1:])])
+        self._prepared = workers = prepare_workers(read)
         measurements = PreparedMeasurements(read, workers, nodes, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
         self.planned = plan_of(job, plan_request(read, measurements))
         if pairs:
@@ -274,7 +272,7 @@ class Workers(LocalGang):
     def _evaluation_programs(self, edges):
         planned = parse_planned_job(self.planned)
         shares = mesh_parallelisms(
-            self._read, ((w.mesh, self._nodes.get(w.mesh, "here")) for w in self.workers)
+            self._read, ((w.mesh, self._nodes.get(w.mesh, "here")) for w in self._prepared)
         )
         self.evaluation_plan = forward_plan_of(evaluation_spec(planned, edges, shares))
         return evaluation_programs(planned, self.evaluation_plan)

@@ -16,10 +16,8 @@ from dataclasses import asdict, replace
 import torch
 
 from worker.actor.batch_feed import Batches
-from worker.actor.device import device_kind
 from worker.actor.loss import JobLoss
 from worker.actor.optimizer import make_optimizer, measure_optimizer_state
-from worker.actor.telemetry import memory_limit
 from worker.benchmark.layer_costs import TensorParallelProbe, measure_layers
 from worker.benchmark.links import LARGE_BYTES, Probe, ProbeResult, measure_links, probe_groups, probe_lanes
 from worker.benchmark.optimizer_step import (
@@ -37,6 +35,8 @@ from worker.contract.profile import (
     OptimizerState,
 )
 from worker.engine.compile import StageCompiler, missing_compiler
+from worker.machine.device import device_kind
+from worker.machine.telemetry import memory_limit
 from worker.model.export import TracedModel
 from worker.model.pytree import target_tensors
 from worker.parallel.process_groups import dp_group, reduce_groups, tp_group

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from worker.actor.device import tf32_notes
 from worker.actor.loss import JobLoss
 from worker.actor.optimizer import check_parameter_groups, ignored_target, make_loss, target_counter
 from worker.checkpoint.record import RECORD_SHARD, ModelRecord, make_record, record_to_state, unused_tensors
@@ -38,6 +37,7 @@ from worker.contract.profile import ModelError, TraceError
 from worker.contract.reasons import Reason
 from worker.data.microbatches import MicrobatchTensors
 from worker.engine.results import autocast_dtype
+from worker.machine.device import tf32_notes
 from worker.model.eval_mode import (
     EvaluationEdge,
     EvaluationStages,
@@ -222,6 +222,11 @@ class JobModel:
         if not job.training.check_trace:
             return [*notes, *traced.notes, *_loss_untried(job), *filter(None, self._unchecked_state(traced))]
         return notes + self._check_trace(traced, target, further, free_bytes())
+
+    @property
+    def traced_for_other_sizes(self) -> list[TracedModel]:
+        """The models that this worker traced for workers of meshes of other sizes, in their order."""
+        return list(self._traces_by_workers.values())
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """The trained parameters of the model itself by name, on the worker that built it until it is cut; else none."""

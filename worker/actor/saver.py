@@ -28,7 +28,6 @@ from worker.actor.optimizer import (
     measure_optimizer_state,
     optimizer_state_keys,
 )
-from worker.actor.telemetry import memory_limit
 from worker.checkpoint import format as checkpoint_format
 from worker.checkpoint.resumption import ResumedWorker, Takeover, mismatch_text
 from worker.contract.checkpoint_files import CheckpointError
@@ -38,6 +37,7 @@ from worker.contract.reasons import Reason
 from worker.engine.engine import Engine
 from worker.engine.local_stages import named_parameters
 from worker.engine.optim.state_dict import class_name, without_implementation_flags
+from worker.machine.telemetry import memory_limit
 from worker.parallel.shard_spec import ShardSpec
 
 Result = TypeVar("Result")

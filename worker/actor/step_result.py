@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from worker.actor.telemetry import GpuUsage
 from worker.contract.program import MeasuredSlot
+from worker.machine.telemetry import GpuUsage
 
 
 @dataclass(frozen=True)

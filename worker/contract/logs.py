@@ -196,8 +196,3 @@ def mask_output() -> SecretMask:
     mask = SecretMask()
     sys.stdout, sys.stderr = MaskedStream(sys.stdout, mask), MaskedStream(sys.stderr, mask)
     return mask
-
-
-def set_environment(_actor: object, values: Mapping[str, str]) -> None:
-    """Set environment variables in a worker's process; Ray calls it before any user code runs."""
-    os.environ.update(values)

@@ -17,7 +17,6 @@ from typing import Any
 
 import ray
 
-from worker.actor.node import own_node_address
 from worker.checkpoint.resumption import ResumeSource
 from worker.contract.failures import AttemptFailure, as_failure
 from worker.contract.job import Job
@@ -33,6 +32,7 @@ from worker.driver.stopping import Cancelled, GracefulStop, SigtermHandler
 from worker.driver.tracking.run_tracking import RunTracking
 from worker.driver.tracking.trackers import FINISH_LIMIT_S
 from worker.driver.trainer import Attempt, Trainer
+from worker.machine.node import own_node_address
 
 log = logging.getLogger("worker.driver")
 

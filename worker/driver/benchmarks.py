@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from worker.actor.node import own_node_address
 from worker.benchmark.links import Probe, ProbeResult, choose_probes, endpoint, network_spec
 from worker.benchmark.plan_request import MeshKind
 from worker.contract.costs import UpdateCosts
@@ -37,6 +36,7 @@ from worker.driver.control_plane_client import ControlPlaneClient
 from worker.driver.gang import Gang, PerWorker, Phase
 from worker.driver.limits import Limits
 from worker.driver.reporter import LaunchPhases, Reporter
+from worker.machine.node import own_node_address
 from worker.transport.base import Topology
 from worker.transport.rendezvous import serve_rendezvous
 
@@ -82,9 +82,9 @@ class GangMeasurements:
         """Have every worker check its GPU, build the data and the loss, and answer its cache keys."""
         if self._device == "cuda":
             self._check_accelerators()
-        self.keys = self._call(
-            "prepare", PerWorker(self._by_worker(self._job.mesh_sizes)), what="building the data and the loss"
-        )
+        what = "building the data and the loss"
+        self._call("prepare", what=what)
+        self.keys = self._call("profile_keys", what=what)
 
     def _check_accelerators(self) -> None:
         notes = self._call("check_accelerator", what="checking the accelerators")
@@ -113,7 +113,8 @@ class GangMeasurements:
         )
         own, *sizes = self._by_worker(self._job.dp_sizes)
         graphs = {
-            size: first.graph.remote(*() if size == own else (size,)) for size in dict.fromkeys([own, *sizes])
+            size: first.call.remote("graph", *() if size == own else (size,))
+            for size in dict.fromkeys([own, *sizes])
         }
         self._call(
             "take_graph",

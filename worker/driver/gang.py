@@ -24,14 +24,6 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from worker.actor.node import (
-    ClusterNode,
-    WorkerAddress,
-    cluster_nodes,
-    draining_nodes,
-    lost_nodes,
-    offered_nodes,
-)
 from worker.contract.failures import (
     AttemptFailure,
     CrashReport,
@@ -44,6 +36,14 @@ from worker.contract.job import gpu_share, placement_group_name
 from worker.contract.reasons import Reason
 from worker.driver.limits import Limits
 from worker.driver.stopping import Interruption
+from worker.machine.node import (
+    ClusterNode,
+    WorkerAddress,
+    cluster_nodes,
+    draining_nodes,
+    lost_nodes,
+    offered_nodes,
+)
 
 log = logging.getLogger(__name__)
 
@@ -211,7 +211,7 @@ class Gang:
         """Reserve every accelerator at once, then start one actor on each.
 
         `make_arguments(mesh, worker)` gives the keyword arguments of the actor's constructor; the
-        actor has a method `address()`. Raises AttemptFailure: ACCELERATORS_TAKEN where they are not to be had,
+        actor answers `call("address")`. Raises AttemptFailure: ACCELERATORS_TAKEN where they are not to be had,
         PLAN_INFEASIBLE where they never will be, START_TIMEOUT where the actors do not come up.
         """
         limit_s = Phase.START.limit_s(self._limits, self._planned_step_s)
@@ -340,7 +340,8 @@ class Gang:
             return value.values[index] if isinstance(value, PerWorker) else value
 
         return [
-            getattr(worker, method).remote(
+            worker.call.remote(
+                method,
                 *(own(value, index) for value in arguments),
                 **{name: own(value, index) for name, value in named.items()},
             )

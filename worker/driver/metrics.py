@@ -29,11 +29,11 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import start_wsgi_server
 
-from worker.actor.telemetry import GpuUsage
 from worker.contract.profile import LayerProfile
 from worker.contract.program import COMPUTE_LANE
 from worker.driver.slot_metrics import MAX_SLOTS, SlotPage, row_names, slot_snapshot, text
 from worker.driver.step_measurement import StepScaling, StepUsage
+from worker.machine.telemetry import GpuUsage
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,6 @@ from datetime import timedelta
 
 import ray
 
-from worker.actor.node import own_node_address
 from worker.actor.step_result import WorkerStep
 from worker.contract.failures import AttemptFailure
 from worker.contract.job import SKIP_LIMIT_S, Job
@@ -35,6 +34,7 @@ from worker.driver.reporter import LaunchPhases, Reporter, Spans
 from worker.driver.step_measurement import ClockOffset, StepMeasurement, estimate_clock_offset, measure_step
 from worker.driver.stopping import GracefulStop, Interruption
 from worker.driver.tracking.run_tracking import RunTracking
+from worker.machine.node import own_node_address
 
 log = logging.getLogger(__name__)
 
@@ -394,6 +394,6 @@ class _ClockOffsets:
 
     def _read(self, index: int) -> float:
         try:
-            return ray.get(self._gang.workers[index].clock.remote(), timeout=CLOCK_LIMIT_S)
+            return ray.get(self._gang.workers[index].call.remote("clock"), timeout=CLOCK_LIMIT_S)
         except Exception as error:
             raise self._gang.failure(error, index, "reading the clock") from None

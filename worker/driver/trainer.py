@@ -19,14 +19,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from worker.actor.actor import Worker
 from worker.actor.assignment import LoadLimits, make_assignments
-from worker.actor.node import cluster_nodes, own_node_address
 from worker.actor.saver import SnapshotMemory
 from worker.checkpoint.resumption import ResumeSource
 from worker.checks.replicas import replicated_names, sample_mismatch, shard_mismatch, tensor_mismatch
 from worker.contract.failures import AttemptFailure, OutOfMemoryFailure
 from worker.contract.forkserver.spawn import forking_interpreter
 from worker.contract.job import SKIP_LIMIT_S, Job
-from worker.contract.logs import set_environment
 from worker.contract.planned import MeshProgram, PlannedJob, planned_peak_bytes
 from worker.contract.reasons import Reason
 from worker.contract.tasks import CHECK_LIMIT_S, JobCheck, check_job_process
@@ -44,6 +42,7 @@ from worker.driver.step_loop import DataEnd, StepLog, StepLoop, StepPublisher
 from worker.driver.stopping import CAUSE_LIMIT_S, Interruption, LaunchCheck, RunningCheck
 from worker.driver.tracking.run_tracking import RunTracking, run_config
 from worker.engine.results import SlotLimits
+from worker.machine.node import cluster_nodes, own_node_address
 from worker.parallel.shard_spec import common_cuts
 from worker.transport.rendezvous import serve_rendezvous
 
@@ -176,8 +175,7 @@ class Trainer:
         )
         if self._attempt.secrets:
             gang.call(
-                "__ray_call__",
-                set_environment,
+                "set_environment",
                 self._attempt.secrets,
                 phase=Phase.SETUP,
                 what="taking its environment",
@@ -233,12 +231,13 @@ class Trainer:
         # held as long as this trainer: the store ends with its last reference, and the workers' connections with it
         self._store, place = serve_rendezvous(own_node_address(), [a.node for a in self._gang.addresses])
         own_weights = self._job.model.weights is not None
-        notes = self._gang.wait(
+        self._gang.wait(
             _load_calls(self._gang, planned, place, self._limits, own_weights, evaluation, self._job.tensors),
             phase=Phase.PREPARE,
             what="loading the stages",
             extra_s=self._job.training.compiling_s,
         )
+        notes = self._gang.call("loading_notes", phase=Phase.PREPARE, what="reading the compiler's notes")
         for address, of_worker in zip(self._gang.addresses, notes, strict=True):
             for note in of_worker or ():
                 self._reporter.event("compiled", f"mesh {address.mesh}, worker {address.worker}: {note}")
@@ -373,7 +372,7 @@ def _load_calls(
     first = gang.workers[0]  # has all parameters; the others wait for theirs, so it gives before it loads
     # those of model.weights every worker reads for itself
     weights = {
-        mesh.name: first.weights.remote(planned.stage_starts, planned.stages_of(mesh.name))
+        mesh.name: first.call.remote("weights", planned.stage_starts, planned.stages_of(mesh.name))
         for mesh in gang.meshes
         if any(worker is not first for worker in mesh.workers) and not own_weights
     }
@@ -391,7 +390,7 @@ def _load_calls(
         evaluation=evaluation,
     )
     return [
-        worker.load.remote(assignment, None if worker is first else weights.get(assignment.mesh))
+        worker.call.remote("load", assignment, None if worker is first else weights.get(assignment.mesh))
         for worker, assignment in zip(gang.workers, assignments, strict=True)
     ]
 

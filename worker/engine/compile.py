@@ -27,8 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from worker.contract.job import COMPILE_LIMIT_S
 from worker.engine.engine import Engine
 from worker.engine.forward import Piece, compute_context, drop_casts, pieces_of
+from worker.engine.results import autocast_dtype
 from worker.engine.routes import ModelInput, StageWiring
 from worker.engine.stage import StageRunner
 from worker.model.parity import Outcome, Tolerance, first_mismatch, tolerance_for
@@ -406,6 +408,11 @@ class StageCompiler:
             },
             {f"a gradient {number}": gradient for number, gradient in enumerate(gradients)},
         )
+
+
+def stage_compiler(precision: str, device: str) -> StageCompiler:
+    """The compiler of a job's stages in `precision`, within the time that a job has for it."""
+    return StageCompiler(device=device, autocast=autocast_dtype(precision), limit_s=COMPILE_LIMIT_S)
 
 
 class _CompiledPiece:

@@ -368,6 +368,11 @@ class Engine:
         """The optimizer of this worker's parameters; None where it trains none."""
         return self._update.optimizer
 
+    @property
+    def updated(self) -> Mapping[str, torch.Tensor]:
+        """The parameters that the optimizer updates, by name; their partitions under ZeRO-1."""
+        return self._update.updated
+
     def abort(self, reason: str) -> None:
         """End a running step from any thread; its run_step raises AbortedError."""
         self._abort_reason = reason

@@ -39,7 +39,6 @@ from worker.actor.optimizer import (
     make_schedule,
     try_schedule,
 )
-from worker.actor.telemetry import available_bytes
 from worker.checkpoint.sources import check_weights
 from worker.contract import failures
 from worker.contract.codec import to_json
@@ -48,6 +47,7 @@ from worker.contract.job import AUTO, Data, Factory, Job, Loader, microbatch_cou
 from worker.contract.profile import FactoryError, ModelError
 from worker.contract.reasons import Reason
 from worker.contract.tasks import CHECK_REQUEST_VARIABLE, CHECK_RESULT_MARK, JobCheck, JobProblem
+from worker.machine.telemetry import available_bytes
 from worker.model.export import one_row_remedy
 from worker.model.factory import check_arguments, did_you_mean, moved_factory_notes, resolve
 from worker.model.pytree import target_tensors

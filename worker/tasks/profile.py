@@ -17,9 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from worker.actor.actor import Worker
-from worker.actor.device import choose_device
-from worker.actor.node import processor_cores
+from worker.actor.actor import NewWorker
 from worker.benchmark.links import ProbeResult, choose_probes, endpoint, network_spec
 from worker.benchmark.plan_request import MeshKind, plan_request
 from worker.contract.costs import PROFILE_REQUEST_VARIABLE, PROFILE_RESULT_MARK, UpdateCosts
@@ -29,6 +27,8 @@ from worker.contract.profile import CollectiveCost, LayerProfile, MeshCollective
 from worker.contract.reasons import Reason
 from worker.contract.tasks import kill_pool
 from worker.driver.limits import Limits
+from worker.machine.device import choose_device
+from worker.machine.node import processor_cores
 from worker.transport.base import Topology
 from worker.transport.rendezvous import host_store
 
@@ -72,8 +72,7 @@ class LocalMeasurements:
 
     def __init__(self, job: Job, device: str):
         self._job, self._device = job, device
-        self._worker = Worker(job=job, mesh="m0", worker=0, device=device)
-        self._worker.prepare(job.mesh_sizes[0])
+        self._worker = NewWorker(job=job, mesh="m0", worker=0, device=device).prepare()
         self._is_checked = False
         self.notes: list[str] = []
         if device == "cpu" and (gang := sum(job.mesh_sizes)) > 1:
@@ -145,8 +144,8 @@ class LocalMeasurements:
     def mesh_profiles(self, kind: MeshKind, counts: Sequence[int]) -> dict[int, LayerProfile]:
         """Measured by a worker with the samples of a mesh of this kind."""
         kinds = list(zip(self._job.mesh_sizes, self._job.tensors, strict=True))
-        worker = Worker(job=self._job, mesh=f"m{kinds.index(kind)}", worker=0, device=self._device)
-        worker.prepare(kind[0])
+        mesh = f"m{kinds.index(kind)}"
+        worker = NewWorker(job=self._job, mesh=mesh, worker=0, device=self._device).prepare()
         return {count: LayerProfile.from_json(worker.profile(count)) for count in counts}
 
     def workers(self) -> list[dict[str, Any]]:
@@ -201,7 +200,7 @@ def _measure_gang_costs(job: Job, device: str) -> _GangCosts:
 
 
 def _measure_as_mesh(job: Job, mesh: str, meshes: list[str], links_port: int, action_port: int) -> _GangCosts:
-    worker = Worker(job=job, mesh=mesh, worker=0, device="cpu")
+    worker = NewWorker(job=job, mesh=mesh, worker=0, device="cpu")
     where = {
         "topology": Topology(tuple(meshes)),
         "host": "127.0.0.1",

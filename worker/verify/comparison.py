@@ -51,7 +51,7 @@ class WorstDistances:
 
 
 @dataclass(frozen=True)
-class WorkerState:
+class WorkerTensors:
     """A worker's tensors by original name, the stages of each name there, its data-parallel rank, and the `part` that it
     holds of a whole parameter."""
 
@@ -88,7 +88,7 @@ class PipelineStep:
 def compare_initial(
     plain: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
-    holders: Sequence[WorkerState],
+    holders: Sequence[WorkerTensors],
     worst: WorstDistances,
 ) -> None:
     """Initial values are equal, bit for bit."""
@@ -128,7 +128,7 @@ class ComparisonContext:
     """The same for all steps of a run: the workers' states, the tolerance, the worst distances so far, the job's
     training.clip_grad_norm, and whether meshes split a microbatch over different numbers of workers."""
 
-    holders: Sequence[WorkerState]
+    holders: Sequence[WorkerTensors]
     tolerance: Tolerance
     worst: WorstDistances
     clip: float | None
@@ -148,7 +148,7 @@ class StepComparison:
         context: ComparisonContext,
         *,
         first_forward: Callable[[int, int], str],
-        optimizer_reason: Callable[[WorkerState, str], str],
+        optimizer_reason: Callable[[WorkerTensors, str], str],
     ) -> None:
         self._step, self._plain, self._pipeline = step, plain, pipeline
         self._holders, self._tolerance, self._worst = context.holders, context.tolerance, context.worst
@@ -299,7 +299,7 @@ class StepComparison:
 
     def _about_gradient(
         self,
-        holder: WorkerState,
+        holder: WorkerTensors,
         name: str,
         expected: Tensor,
         found: Tensor,

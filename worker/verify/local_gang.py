@@ -1,6 +1,6 @@
 """LocalGang: all workers of a planned job in one process over gloo, a thread each, called as a driver does.
 
-They are the actors' own class with their own engines, programs and transports; only the calls are made here.
+They are the actors' own states with their own engines, programs and transports; only the calls are made here.
 """
 
 from __future__ import annotations
@@ -12,75 +12,23 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import nn
-
-from worker.actor.actor import Worker
+from worker.actor.actor import NewWorker
 from worker.actor.assignment import LoadLimits, make_assignments
+from worker.actor.loaded import LoadedWorker
+from worker.actor.prepared import PreparedWorker
 from worker.actor.step_result import WorkerStep
 from worker.contract.failures import AttemptFailure, first_cause
 from worker.contract.job import Job
 from worker.contract.planned import MeshProgram, PlannedJob
-from worker.engine.engine import Engine
 from worker.engine.results import SlotLimits
 from worker.model.eval_mode import EvaluationEdge
 from worker.model.export import TracedModel
-from worker.parallel.tensor.shards import TensorParallelShards
 from worker.transport.rendezvous import host_store
 
 CALL_LIMIT_S = 3600.0
 """So long a call of all workers may take: slots, connections and data have limits of their own, which come before."""
 _CONNECT_S = 60.0
 _SLOT_LIMITS = SlotLimits(factor=20.0, floor_s=60.0)
-
-
-class InspectableWorker(Worker):
-    """A worker whose inside can be looked at."""
-
-    @property
-    def mesh(self) -> str:
-        return self._mesh
-
-    @property
-    def index(self) -> int:
-        """Its number among the workers of its mesh."""
-        return self._worker
-
-    @property
-    def traced(self) -> TracedModel:
-        return self._model.traced(self._batches.sample[0])
-
-    @property
-    def traced_for_other_sizes(self) -> list[TracedModel]:
-        """The models that it traced for workers of meshes of other sizes, in their order."""
-        return list(self._model._traces_by_workers.values())
-
-    @property
-    def engine(self) -> Engine:
-        return self._engine
-
-    @property
-    def stages(self) -> Mapping[int, nn.Module]:
-        return self._stages
-
-    @property
-    def share(self) -> TensorParallelShards | None:
-        """The tensor-parallel shards of this worker; None where its matrices are whole."""
-        return self._tensor_shards
-
-    @property
-    def rows(self) -> int:
-        """The number of this worker's part of a microbatch, which its tensor-parallel group has in common."""
-        return self._worker // self._job.tp_size(self._mesh)
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        return self._optimizer
-
-    @property
-    def updated(self) -> Mapping[str, torch.Tensor]:
-        """The parameters that its optimizer updates, by name; their parts under ZeRO-1."""
-        return self._engine._update.updated
 
 
 def _describe_stuck_workers(
@@ -98,74 +46,78 @@ def _describe_stuck_workers(
     return f"not done after {CALL_LIMIT_S:g} s: {', '.join(places)}{raised}"
 
 
-def make_workers(job: Job, device: str = "cpu") -> list[InspectableWorker]:
-    """The workers of `job`, mesh by mesh."""
+def prepare_workers(job: Job, device: str = "cpu") -> list[PreparedWorker]:
+    """The workers of `job`, mesh by mesh, prepared one after the other, as torch seeds for a whole process."""
     return [
-        InspectableWorker(job=job, mesh=f"m{mesh}", worker=index, device=device)
+        NewWorker(job=job, mesh=f"m{mesh}", worker=index, device=device).prepare()
         for mesh, size in enumerate(job.mesh_sizes)
         for index in range(size)
     ]
 
 
+def _at_once(function: Callable[[Any], Any], workers: Sequence[Any]) -> list[Any]:
+    """The results of `function` of all workers, called at once; raises the first error, the cause of others."""
+    results: list[Any] = [None] * len(workers)
+    errors: list[BaseException] = []
+
+    def run(index: int, worker: Any) -> None:
+        try:
+            results[index] = function(worker)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=run, args=item, daemon=True, name=f"slotline-worker-{item[0]}")
+        for item in enumerate(workers)
+    ]
+    ends = time.monotonic() + CALL_LIMIT_S
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(ends - time.monotonic(), 0.0))
+    if late := [index for index, thread in enumerate(threads) if thread.is_alive()]:
+        raise TimeoutError(_describe_stuck_workers(threads, late, errors))
+    if errors:
+        known = [error for error in errors if isinstance(error, AttemptFailure)]
+        raise first_cause(known) if len(known) == len(errors) else errors[0]
+    return results
+
+
 class LocalGang:
-    """`workers` of a job, which are prepared, loaded with a plan; a context that closes them. The first traces for all;
+    """The workers of a job, loaded with a plan; a context that closes them. Of `prepared` ones the first traces for all;
     `notes` is what its check has to tell, `look` is given what it traced, before it is cut, also for meshes of other sizes
     in their order, and `evaluation` makes the programs of evaluations by mesh."""
 
     def __init__(
         self,
-        workers: Sequence[InspectableWorker],
+        prepared: Sequence[PreparedWorker],
         planned: PlannedJob,
         *,
         planned_bytes: int | None = None,
         look: Callable[[TracedModel], None] = lambda _: None,
         evaluation: Callable[[Sequence[EvaluationEdge]], Mapping[str, MeshProgram]] | None = None,
     ):
-        self.workers = list(workers)
-        first, *others = self.workers
+        first, *others = prepared
         self.notes = first.trace(planned.microbatches)
         look(first.traced)
-        job = first._job
+        job = first.job
         sizes = {f"m{mesh}": size for mesh, size in enumerate(job.dp_sizes)}
         for worker in others:
             worker.take_graph(first.graph(sizes[worker.mesh]), planned.microbatches)
             worker.trace(planned.microbatches)  # nothing to do, unless the graph could not be sent
-        for traced in first.traced_for_other_sizes:
+        for traced in first.model.traced_for_other_sizes:
             look(traced)
         first.check_batch_sharding(planned.stage_starts, [sizes[mesh] for mesh in planned.mesh_of_stage])
         edges = first.evaluation_edges(planned.stage_starts) if evaluation else ()
-        self._load(planned, planned_bytes, evaluation(edges) if evaluation else {})
+        self.workers = self._load(prepared, planned, planned_bytes, evaluation(edges) if evaluation else {})
 
     def step(self, number: int) -> list[WorkerStep]:
         """Run one step; the results of `run_step` of every worker."""
         return self.call(lambda worker: worker.run_step(number))
 
-    def call(self, function: Callable[[InspectableWorker], Any]) -> list[Any]:
+    def call(self, function: Callable[[LoadedWorker], Any]) -> list[Any]:
         """Call `function` for all workers at once; raises the first error, the cause of others."""
-        results: list[Any] = [None] * len(self.workers)
-        errors: list[BaseException] = []
-
-        def run(index: int, worker: InspectableWorker) -> None:
-            try:
-                results[index] = function(worker)
-            except BaseException as error:
-                errors.append(error)
-
-        threads = [
-            threading.Thread(target=run, args=item, daemon=True, name=f"slotline-worker-{item[0]}")
-            for item in enumerate(self.workers)
-        ]
-        ends = time.monotonic() + CALL_LIMIT_S
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(max(ends - time.monotonic(), 0.0))
-        if late := [index for index, thread in enumerate(threads) if thread.is_alive()]:
-            raise TimeoutError(_describe_stuck_workers(threads, late, errors))
-        if errors:
-            known = [error for error in errors if isinstance(error, AttemptFailure)]
-            raise first_cause(known) if len(known) == len(errors) else errors[0]
-        return results
+        return _at_once(function, self.workers)
 
     def __enter__(self) -> LocalGang:
         return self
@@ -175,28 +127,30 @@ class LocalGang:
 
     def _load(
         self,
+        prepared: Sequence[PreparedWorker],
         planned: PlannedJob,
         planned_bytes: int | None,
         evaluation: Mapping[str, MeshProgram],
-    ) -> None:
-        first = self.workers[0]
-        store = host_store("127.0.0.1")
-        meshes = dict.fromkeys(worker.mesh for worker in self.workers)
+    ) -> list[LoadedWorker]:
+        first = prepared[0]
+        self._store = store = host_store("127.0.0.1")  # lives as long as the connections
+        meshes = dict.fromkeys(worker.mesh for worker in prepared)
         assignments = make_assignments(
             planned,
-            [(worker.mesh, "127.0.0.1") for worker in self.workers],
-            tensors=first._job.tensors,
+            [(worker.mesh, "127.0.0.1") for worker in prepared],
+            tensors=first.job.tensors,
             store=("127.0.0.1", store.port),
             limits=LoadLimits(_CONNECT_S, _CONNECT_S, _SLOT_LIMITS),
             planned_bytes=dict.fromkeys(meshes, planned_bytes),
             evaluation=evaluation,
         )
         weights = {mesh: first.weights(planned.stage_starts, planned.stages_of(mesh)) for mesh in meshes}
-        assignment_of = dict(zip(self.workers, assignments, strict=True))
-        compiled = self.call(
+        assignment_of = dict(zip(prepared, assignments, strict=True))
+        loaded = _at_once(
             lambda worker: worker.load(
                 assignment_of[worker], None if worker is first else weights[worker.mesh]
-            )
+            ),
+            prepared,
         )
-        self.notes += dict.fromkeys(note for notes in compiled for note in notes or ())
-        self._store = store  # lives as long as the connections
+        self.notes += dict.fromkeys(note for worker in loaded for note in worker.loading_notes())
+        return loaded

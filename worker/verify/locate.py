@@ -19,7 +19,7 @@ from worker.model.export import TracedModel
 from worker.model.parity import TRIED_UPDATE_TOLERANCE, compare_numbers, rms
 from worker.model.rng import derive_seed, reseed_at_random_ops, seeded
 from worker.model.stages import StageModule
-from worker.verify.comparison import WorkerState
+from worker.verify.comparison import WorkerTensors
 from worker.verify.plain import PlainModel, PlainStep, TriedUpdate
 from worker.verify.recorder import Probes, RecordedStep, probe_norm
 
@@ -188,7 +188,7 @@ class _TracedForwards:
 
 def different_alone(
     plain: PlainModel,
-    holder: WorkerState,
+    holder: WorkerTensors,
     name: str,
     before: Mapping[str, Tensor],
     gradients: Mapping[str, Tensor],

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from worker.actor.loaded import LoadedWorker
+from worker.actor.prepared import PreparedWorker
 from worker.checkpoint.format import describe_checkpoint
 from worker.contract.failures import AttemptFailure, attributed_to
 from worker.contract.job import Job
@@ -28,13 +30,13 @@ from worker.verify.comparison import (
     DifferenceFound,
     PipelineStep,
     StepComparison,
-    WorkerState,
+    WorkerTensors,
     WorstDistances,
     by_original_name,
     check_transfers,
     compare_initial,
 )
-from worker.verify.local_gang import InspectableWorker, LocalGang, make_workers
+from worker.verify.local_gang import LocalGang, prepare_workers
 from worker.verify.locate import (
     TARGET_CHANGED,
     TracedStages,
@@ -79,7 +81,7 @@ class Proof:
 
 def prove(
     job: Job,
-    plan: Callable[[Sequence[InspectableWorker]], PlannedJob],
+    plan: Callable[[Sequence[PreparedWorker]], PlannedJob],
     steps: int = 3,
     *,
     resume: str | None = None,
@@ -107,9 +109,7 @@ def prove(
         first = 1 if resume is None else describe_checkpoint(resume).step + 1
     last = first + steps - 1
     job = replace(job, training=replace(job.training, steps=last, transfers="auto"))
-    workers = make_workers(job)
-    for worker in workers:  # one after the other: torch seeds for a whole process
-        worker.prepare(job.mesh_sizes[int(worker.mesh[1:])])
+    workers = prepare_workers(job)
     planned = plan(workers)
     traces: list[TracedModel] = []
     calls: list[list[RngOp]] = []
@@ -231,7 +231,15 @@ class _ProofRun:
         self._tolerance = _tolerance(plain)
         self.holders = [_worker_state(worker) for worker in gang.workers]
         self._recorders = [
-            Recorder(w.mesh, w.index, w.stages, probes, rows=w.rows, share=w.share, plans=planned.reshardings)
+            Recorder(
+                w.mesh,
+                w.index,
+                w.stages,
+                probes,
+                rows=w.place.data_rank,
+                share=w.tensor_shards,
+                plans=planned.reshardings,
+            )
             for w in gang.workers
         ]
         self._optimizer_gradients = [_OptimizerGradients(worker) for worker in gang.workers]
@@ -258,7 +266,7 @@ class _ProofRun:
                 tolerance=self._tolerance.values,
             )
 
-        def alone(holder: WorkerState, name: str) -> str:
+        def alone(holder: WorkerTensors, name: str) -> str:
             return different_alone(plain, holder, name, before, self._first_of_each(pipeline.gradients))
 
         compared = StepComparison(
@@ -322,7 +330,7 @@ class _ProofRun:
                 f"step {step}: the pipeline failed: {failure.message} ({beside})"
             ) from failure
         losses = {
-            (worker.rows, microbatch): loss
+            (worker.place.data_rank, microbatch): loss
             for worker, result in zip(self._gang.workers, results, strict=True)
             for microbatch, loss in enumerate(result.losses)
         }
@@ -366,16 +374,20 @@ class _ProofRun:
             return gradients
         workers, found = self._gang.workers, []
         for worker, gradient in zip(workers, gradients, strict=True):
-            if worker.share is None:
+            if worker.tensor_shards is None:
                 found.append(gradient)
                 continue
-            own = [k for k, one in enumerate(workers) if (one.mesh, one.rows) == (worker.mesh, worker.rows)]
+            own = [
+                k
+                for k, one in enumerate(workers)
+                if (one.mesh, one.place.data_rank) == (worker.mesh, worker.place.data_rank)
+            ]
             found.append(
                 {
                     name: sum(
-                        workers[k].share.zero_padded(name, gradients[k][name])
+                        workers[k].tensor_shards.zero_padded(name, gradients[k][name])
                         for k in own
-                        if workers[k].share.counts(name)
+                        if workers[k].tensor_shards.counts(name)
                     )
                     for name in gradients[own[0]]
                 }
@@ -399,12 +411,14 @@ def _error_text(error: Exception) -> str:
 class _OptimizerGradients:
     """The gradients that a worker's optimizer is given, before it may change them."""
 
-    def __init__(self, worker: InspectableWorker) -> None:
+    def __init__(self, worker: LoadedWorker) -> None:
         held = _worker_state(worker).parameters
-        self._parameters = {name: p for name, p in worker.updated.items() if p.requires_grad and name in held}
+        self._parameters = {
+            name: p for name, p in worker.engine.updated.items() if p.requires_grad and name in held
+        }
         self._kept: dict[str, Tensor] | None = None
-        if worker.optimizer is not None:
-            worker.optimizer.register_step_pre_hook(lambda *_: self._keep())
+        if worker.engine.optimizer is not None:
+            worker.engine.optimizer.register_step_pre_hook(lambda *_: self._keep())
 
     def begin(self) -> None:
         self._kept = None
@@ -421,7 +435,7 @@ class _OptimizerGradients:
         }
 
 
-def _worker_state(worker: InspectableWorker) -> WorkerState:
+def _worker_state(worker: LoadedWorker) -> WorkerTensors:
     parameters: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     stages_of: dict[str, list[int]] = {}
@@ -435,12 +449,12 @@ def _worker_state(worker: InspectableWorker) -> WorkerState:
         buffers |= own[1]
         for name in [*own[0], *own[1]]:
             stages_of.setdefault(name, []).append(index)
-    return WorkerState(
+    return WorkerTensors(
         worker.mesh,
         worker.index,
         parameters,
         buffers,
         {name: tuple(stages) for name, stages in stages_of.items()},
-        worker.rows,
-        *([worker.share.part] if worker.share is not None else []),
+        worker.place.data_rank,
+        *([worker.tensor_shards.part] if worker.tensor_shards is not None else []),
     )

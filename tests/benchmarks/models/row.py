@@ -30,7 +30,7 @@ from worker.contract.planned import PlannedJob, parse_planned_job
 from worker.data.sampler import BatchSampler
 from worker.model.factory import build_model, call_factory
 from worker.model.rng_ops import RngKey, RngOp, replay_rng, traced_rng_ops
-from worker.verify.local_gang import InspectableWorker, LocalGang, make_workers
+from worker.verify.local_gang import LoadedWorker, LocalGang, prepare_workers
 
 MARK = "MODEL_ROW "
 STEPS = 4
@@ -124,10 +124,8 @@ def _apart(before: Mapping[str, Tensor], plain: _Trained, found: _Trained) -> Di
 
 def _pipeline(spec: dict[str, Any]) -> tuple[_Trained, list[RngOp], bool]:
     job = Job.from_json(spec)
-    workers = make_workers(job)
-    for worker in workers:  # one after the other: torch seeds for a whole process
-        counts = list(worker.prepare(1))
-    planned = _planned(spec, job, workers[0], counts)
+    workers = prepare_workers(job)
+    planned = _planned(spec, job, workers[0], list(workers[0].profile_keys()))
     calls: list[RngOp] = []
     with LocalGang(workers, planned, look=lambda traced: calls.extend(traced_rng_ops(traced))) as gang:
         losses = []
@@ -147,7 +145,7 @@ def _pipeline(spec: dict[str, Any]) -> tuple[_Trained, list[RngOp], bool]:
     return _Trained(losses, parameters, buffers), calls, split
 
 
-def _planned(spec: dict[str, Any], job: Job, first: InspectableWorker, counts: Sequence[int]) -> PlannedJob:
+def _planned(spec: dict[str, Any], job: Job, first: LoadedWorker, counts: Sequence[int]) -> PlannedJob:
     """The plan that a control plane would give."""
     costs = {
         "profiles": [{"microbatches": count, "profile": first.profile(count)} for count in counts],

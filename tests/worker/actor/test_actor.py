@@ -6,6 +6,7 @@ import contextlib
 import gc
 import pickle
 import socket
+import threading
 
 import pytest
 import torch
@@ -15,11 +16,14 @@ from tests.reference import accumulate
 from tests.tiers import some_by_day
 from tests.worker.workers import LeavesCycles, Workers
 from worker.actor import model_host
-from worker.actor.actor import Worker, out_of_memory_failure
+from worker.actor.actor import NewWorker, Worker
+from worker.actor.loaded import LoadedWorker
+from worker.actor.state import out_of_memory_failure
 from worker.checkpoint import format as checkpoint_format
 from worker.contract.failures import AttemptFailure, OutOfMemoryFailure
 from worker.contract.job import Job
 from worker.contract.profile import OptimizerState
+from worker.contract.program import COMPUTE_LANE
 from worker.contract.reasons import Reason
 from worker.data.sampler import BatchSampler, collate, read_sample
 from worker.model.factory import build_model, call_factory, resolve
@@ -142,7 +146,7 @@ def in_halves(first, last, uri):
     with Workers(last) as run:
         run.call(lambda w: w.restore(uri))
         losses += run.losses(range(5, 9))
-        names = [[g.get("name") for g in w._optimizer.param_groups] for w in run.workers]
+        names = [[g.get("name") for g in w.engine.optimizer.param_groups] for w in run.workers]
     return losses, names
 
 
@@ -215,7 +219,7 @@ def test_a_job_that_recomputes_has_the_losses_of_one_that_does_not(recompute):
         spec = job("cosine", stages=3, meshes=3)
         spec["pipeline"]["recompute"] = wanted
         with Workers(spec) as run:
-            again = [runner._recompute for w in run.workers for runner in w._engine.runners.values()]
+            again = [runner._recompute for w in run.workers for runner in w.engine.runners.values()]
             assert any(again) == (wanted != "none")
             found.append(run.losses(range(1, 4)))
     assert found[0] == found[1]
@@ -239,7 +243,7 @@ def test_one_worker_builds_the_model_and_all_start_from_the_values_of_a_plain_on
         model = build_model(spec["model"]["factory"], spec["model"]["args"], seed=5)
         whole = dict(model.named_parameters())
         for worker in run.workers:
-            own = worker._engine.state()["parameters"]
+            own = worker.engine.state()["parameters"]
             assert 0 < sum(p.nbytes for p in own.values()) < 0.75 * sum(p.nbytes for p in whole.values())
             assert all(torch.equal(value, whole[name]) for name, value in own.items())
             assert worker._model._traced is None
@@ -345,6 +349,11 @@ def test_a_fault_of_an_accelerator_names_it_and_its_node_and_is_no_fault_of_the_
 # What a worker refuses, and what it remembers
 
 
+def placed(spec):
+    """A worker of a job that is given as JSON."""
+    return NewWorker(job=Job.from_json(spec), mesh="m0", worker=0, device="cpu")
+
+
 @pytest.mark.parametrize(
     ("changes", "reason", "told"),
     [
@@ -366,19 +375,14 @@ def test_a_fault_of_an_accelerator_names_it_and_its_node_and_is_no_fault_of_the_
 )
 def test_what_cannot_train_is_refused_before_anything_is_measured(changes, reason, told):
     with pytest.raises(AttemptFailure, match=told) as caught:
-        Worker(
-            job=Job.from_json(job(**changes)),
-            mesh="m0",
-            worker=0,
-            device="cpu",
-        ).prepare(1)
+        placed(job(**changes)).prepare()
     assert caught.value.reason == reason
 
 
 def test_a_worker_tells_the_memory_that_it_was_given_or_has_and_what_its_optimizer_keeps():
     def worker(**resources):
         spec = job() | {"resources": {"meshes": 2, **resources}}
-        return Worker(job=Job.from_json(spec), mesh="m0", worker=0, device="cpu")
+        return placed(spec).prepare()
 
     assert worker(memory_per_worker=12345).memory_limit(3) == 12345
     whole, half = worker().memory_limit(1), worker(memory_per_worker="auto").memory_limit(2)
@@ -396,13 +400,7 @@ def test_a_wrong_argument_of_a_schedule_is_told_when_the_stages_are_loaded():
 
 def test_a_profile_is_used_again_for_the_same_work_only():
     def key(workers_per_mesh=1, **changes):
-        worker = Worker(
-            job=Job.from_json(job(workers_per_mesh=workers_per_mesh, **changes)),
-            mesh="m0",
-            worker=0,
-            device="cpu",
-        )
-        return worker.prepare(workers_per_mesh)[2]
+        return placed(job(workers_per_mesh=workers_per_mesh, **changes)).prepare().profile_keys()[2]
 
     smaller = job()["training"] | {"global_batch": 4}
     keys = [key(), key(meshes=3), key(2), key(training=smaller)]
@@ -434,20 +432,20 @@ def test_stages_are_loaded_for_the_planned_number_of_microbatches_whatever_was_p
     spec = job("cosine")
     spec["training"]["microbatches"] = "auto"
     fixed = {**spec, "training": {**spec["training"], "microbatches": count}}
-    worker = Worker(job=Job.from_json(spec), mesh="m0", worker=0, device="cpu")
-    keys = worker.prepare(1)
+    worker = placed(spec).prepare()
+    keys = worker.profile_keys()
     assert list(keys) == [1, 2, 4, 8] and len(set(keys.values())) == 4
     profiles = {n: worker.profile(n) for n in (1, 2, 4, 8)}
     assert [p["microbatch"].split("]")[0] for p in profiles.values()] == ["[8, 8", "[4, 8", "[2, 8", "[1, 8"]
     with Workers(fixed) as run:
         assert run.losses(range(1, 3)) == pytest.approx(plain(fixed, range(1, 3))[0], rel=1e-5)
-    alone = Worker(job=Job.from_json(fixed), mesh="m0", worker=0, device="cpu")
-    assert alone.prepare(1) == {count: keys[count]}, "a profile serves jobs that say the number, too"
+    assert placed(fixed).prepare().profile_keys() == {count: keys[count]}, (
+        "a profile serves jobs that say the number, too"
+    )
 
 
 def test_more_or_fewer_microbatches_than_the_job_says_are_refused():
-    worker = Worker(job=Job.from_json(job()), mesh="m0", worker=0, device="cpu")
-    worker.prepare(1)
+    worker = placed(job()).prepare()
     with pytest.raises(AttemptFailure, match="4 microbatches were planned, but the job says 2"):
         worker.profile(4)
 
@@ -462,7 +460,7 @@ def test_a_data_set_that_raises_is_reported_with_its_index_in_its_own_step(prefe
         with pytest.raises(
             AttemptFailure, match=r"sample \d+ of data workers:RaisesAt raised OSError"
         ) as told:
-            run.call(lambda w: w.run_step(3) if w._mesh == "m0" else None)
+            run.call(lambda w: w.run_step(3) if w.mesh == "m0" else None)
     assert told.value.reason is Reason.DATA_FAILED
 
 
@@ -472,14 +470,14 @@ def test_samples_of_the_next_steps_are_read_while_a_step_runs_and_not_on_its_thr
     spec["data"] = {"factory": "workers:Watched", "args": {"length": 8}, "prefetch": 1}
     with Workers(spec) as run:
         run.step(1)
-        datasets = [worker._batches._dataset for worker in run.workers]
+        datasets = [worker.batches._dataset for worker in run.workers]
         until(
             lambda: min(len(data.readers) for data in datasets) >= 1 + 8 * 2,
             "the samples of step 2 are not read before it begins",
             limit_s=20,
         )
         assert all(set(data.readers[-8:]) == {"slotline-data"} for data in datasets)
-        threads = [worker._reader._reader._thread for worker in run.workers]
+        threads = [worker.reader._reader._thread for worker in run.workers]
     assert not any(thread.is_alive() for thread in threads)
 
 
@@ -531,7 +529,7 @@ def test_garbage_is_looked_for_between_steps_only():
 def test_garbage_of_modules_that_run_as_they_are_is_looked_for_at_any_time(monkeypatch):
     """They may hold activations in cycles: those of all microbatches would be too many."""
     with Workers(job(stages=1, meshes=1)) as workers, _collections():
-        monkeypatch.setattr("worker.actor.actor.opaque_calls", lambda stage: [stage])
+        monkeypatch.setattr("worker.actor.loaded.opaque_calls", lambda stage: [stage])
         workers.workers[0].collect_between_steps()
         assert gc.isenabled()
 
@@ -555,3 +553,32 @@ def _collections():
         gc.set_threshold(*usual)
         gc.unfreeze()
         gc.enable()
+
+
+def test_a_worker_answers_the_calls_of_the_state_that_it_is_in():
+    spec = job("cosine", stages=1, meshes=1)
+    worker = Worker(job=Job.from_json(spec), mesh="m0", worker=0, device="cpu")
+    for method, state in (("run_step", "NewWorker"), ("_state", "NewWorker"), ("no_such", "NewWorker")):
+        with pytest.raises(
+            AttemptFailure, match=f"worker m0/0 was asked for '{method}'.* no call of a {state}"
+        ):
+            worker.call(method, 1)
+    assert worker.call("prepare") is None
+    (key,) = worker.call("profile_keys").values()
+    assert key and worker.call("clock") > 0
+    with pytest.raises(AttemptFailure, match="'prepare', which is no call of a PreparedWorker") as refused:
+        worker.call("prepare")
+    assert refused.value.reason is Reason.INTERNAL
+
+
+def test_a_worker_that_cannot_be_loaded_ends_its_threads_and_connections(monkeypatch):
+    """Another attempt in this process, or a job that goes on, would meet them."""
+    closed = []
+    monkeypatch.setattr(LoadedWorker, "_compile_stages", lambda self: 1 / 0)
+    monkeypatch.setattr(
+        LoadedWorker, "close", lambda self, close=LoadedWorker.close: closed.append(close(self))
+    )
+    with pytest.raises(AttemptFailure, match="ZeroDivisionError"):
+        Workers(job("cosine"))
+    assert len(closed) == 2
+    assert not [thread for thread in threading.enumerate() if thread.name == f"slotline-{COMPUTE_LANE}"]

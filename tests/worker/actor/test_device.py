@@ -6,7 +6,7 @@ import socket
 import pytest
 import torch
 
-from worker.actor.device import choose_device, device_kind, gpu_index, make_transport
+from worker.machine.device import choose_device, device_kind, gpu_index, make_transport
 from worker.transport.base import Topology
 from worker.transport.gloo import GlooTransport
 from worker.transport.rendezvous import host_store

@@ -10,7 +10,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from worker.actor.telemetry import GPU_READ_INTERVAL_S, GpuMeter, GpuUsage
+from worker.machine.telemetry import GPU_READ_INTERVAL_S, GpuMeter, GpuUsage
 
 UUID = "GPU-0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0"
 

@@ -9,16 +9,16 @@ import pynvml
 import pytest
 import torch
 
-from worker.actor import health
-from worker.actor.health import (
+from worker.contract.failures import AttemptFailure
+from worker.contract.reasons import Reason
+from worker.machine import health
+from worker.machine.health import (
     arithmetic_error,
     check_accelerator,
     expected_rows,
     expected_total,
     nvml_faults,
 )
-from worker.contract.failures import AttemptFailure
-from worker.contract.reasons import Reason
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from worker.actor.telemetry import MEMORY_MARGIN, PeakMemory, available_bytes, memory_limit, requested_bytes
+from worker.machine.telemetry import MEMORY_MARGIN, PeakMemory, available_bytes, memory_limit, requested_bytes
 
 KIB, GIB = 1 << 10, 1 << 30
 
@@ -76,7 +76,7 @@ def test_the_tensor_that_found_no_place_is_read_from_the_message(text, size):
 
 _COMES_AND_GOES = """
 import torch
-from worker.actor.telemetry import PeakMemory
+from worker.machine.telemetry import PeakMemory
 
 peak = PeakMemory("cpu")
 peak.begin()

@@ -83,9 +83,9 @@ def test_groups_and_frozen_parameters_train_as_in_a_plain_loop_also_after_a_resu
             p for w in run.workers for s in w.stages.values() for p in s.parameters() if not p.requires_grad
         ]
         assert frozen and all(p.grad is None for p in frozen), "no gradient is made or kept for them"
-        numbers = [[group["group"] for group in w.optimizer.param_groups] for w in run.workers]
+        numbers = [[group["group"] for group in w.engine.optimizer.param_groups] for w in run.workers]
         assert numbers == [[0, 1, 2]] * 3, "also where a mesh holds none of a group's parameters"
-        assert any(not group["params"] for w in run.workers for group in w.optimizer.param_groups)
+        assert any(not group["params"] for w in run.workers for group in w.engine.optimizer.param_groups)
         shards = [
             *("m0", "m1", "m2"),
             *(name for names in run.call(lambda w: w.save(uri, 4)) for name in names),
@@ -94,7 +94,7 @@ def test_groups_and_frozen_parameters_train_as_in_a_plain_loop_also_after_a_resu
     with Workers(spec_of(stages=2)) as run:
         assert run.call(lambda w: w.restore(uri)) == [4, 4]
         second = run.losses(range(5, 9))
-        rates = {tuple(group["lr"] for group in w.optimizer.param_groups) for w in run.workers}
+        rates = {tuple(group["lr"] for group in w.engine.optimizer.param_groups) for w in run.workers}
         assert len(rates) == 1, "a group without parameters here goes on with its schedule too"
         state = {name: p for w in run.workers for name, p in w.engine.state()["parameters"].items()}
     assert first + second == pytest.approx(losses, rel=1e-5)

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.worker.driver.fake_gang import SimpleGang
+from tests.worker.driver.fake_gang import FakeActor, SimpleGang
 from worker.actor.saver import BackgroundTask, HostSnapshots, ShardSaver, SnapshotMemory
-from worker.actor.telemetry import PeakMemory
 from worker.checkpoint import format as checkpoint_format
 from worker.driver.checkpoints import snapshot_rooms, snapshot_shortfall
+from worker.machine.telemetry import PeakMemory
 
 
 def state():
@@ -165,7 +165,7 @@ def test_a_copy_has_to_fit_beside_the_plan_on_cpu_and_in_the_host_on_cuda(device
             asked.append(sharing)
             return found
 
-        return SimpleNamespace(snapshot_memory=SimpleNamespace(remote=remote))
+        return FakeActor(snapshot_memory=remote)
 
     gang = SimpleGang(
         workers=[worker(room), worker(SnapshotMemory(0, None)), worker(SnapshotMemory(1, 1))],

@@ -11,17 +11,17 @@ import pytest
 from tests.worker.actor.test_actor import job
 from worker.actor.batch_feed import Batches
 from worker.actor.benchmarks import profile_key
-from worker.actor.device import tf32_notes
 from worker.contract.job import Job
+from worker.machine.device import tf32_notes
 
 READ = """
 import json, sys
 import torch
 from worker.contract.job import Job
-from worker.actor.actor import Worker
+from worker.actor.actor import NewWorker
 
 for spec in json.loads(sys.argv[1]):
-    Worker(job=Job.from_json(spec), mesh="m0", worker=0, device="cpu")
+    NewWorker(job=Job.from_json(spec), mesh="m0", worker=0, device="cpu")
     print(json.dumps([
         torch.backends.cuda.matmul.fp32_precision,
         torch.backends.cudnn.conv.fp32_precision,

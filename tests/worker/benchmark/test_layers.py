@@ -10,11 +10,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from worker.actor.telemetry import gpu_peak_flops, peak_flops_by_name
 from worker.benchmark.layer_costs import count_flops, measure_layers
 from worker.contract.profile import LayerProfile
 from worker.driver.metrics import step_flops, total_peak_flops
 from worker.examples import gpt
+from worker.machine.telemetry import gpu_peak_flops, peak_flops_by_name
 from worker.model.export import trace
 
 ROWS, LENGTH, WIDTH, HEADS, VOCABULARY, LAYERS = 3, 16, 32, 4, 65, 2

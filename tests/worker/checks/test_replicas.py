@@ -10,7 +10,7 @@ import torch
 
 from tests.tiers import some_by_day
 from tests.worker.actor.test_actor import job, plain
-from tests.worker.driver.fake_gang import SimpleGang
+from tests.worker.driver.fake_gang import FakeActor, SimpleGang
 from tests.worker.jobs.test_tensor_parallel import on
 from tests.worker.workers import Workers
 from worker.actor import model_host
@@ -27,15 +27,11 @@ GPT = {"layers": 2, "width": 16, "heads": 2, "length": 8}
 def check(run: Workers) -> None:
     """What the driver does before the first step, with workers that are threads of this process."""
 
-    def remote(worker, name):
-        return SimpleNamespace(remote=lambda *arguments: getattr(worker, name)(*arguments))
-
-    names = ("shard_specs", "fingerprint")
     gang = SimpleGang(
-        workers=[SimpleNamespace(**{n: remote(w, n) for n in names}) for w in run.workers],
-        addresses=[SimpleNamespace(mesh=w._mesh, worker=w._worker) for w in run.workers],
+        workers=[FakeActor(shard_specs=w.shard_specs, fingerprint=w.fingerprint) for w in run.workers],
+        addresses=[SimpleNamespace(mesh=w.mesh, worker=w.index) for w in run.workers],
     )
-    check_replicas(gang, heterogeneous=run.workers[0]._job.heterogeneous)
+    check_replicas(gang, heterogeneous=run.workers[0].job.heterogeneous)
 
 
 def refusal(spec) -> AttemptFailure:
@@ -54,7 +50,7 @@ def test_workers_that_agree_may_begin(shape):
 def test_weights_from_pythons_and_numpys_generators_are_the_same_on_all(factory):
     with Workers(job(**VECTORS, model={"factory": f"odd_jobs:{factory}"}, stages=3, meshes=3)) as run:
         check(run)
-        values = [next(iter(w._stages.values())).body for w in (run.workers[0], run.workers[2])]
+        values = [next(iter(w.stages.values())).body for w in (run.workers[0], run.workers[2])]
         assert torch.equal(*(next(body.parameters()) for body in values))
 
 
@@ -100,11 +96,11 @@ def test_values_that_came_apart_in_a_resume_are_refused_too(tmp_path):
     """As when the workers of a mesh read a checkpoint from folders of one name on different nodes."""
     with Workers(job(workers_per_mesh=2)) as run:
         check(run)
-        states = [copy.deepcopy(run.workers[0]._engine.state()) for _ in range(2)]
+        states = [copy.deepcopy(run.workers[0].engine.state()) for _ in range(2)]
         name = next(iter(states[1]["parameters"]))
         states[1]["parameters"][name].view(-1)[0] += 1e-6
         for worker, state in zip(run.workers[:2], states, strict=True):
-            worker._engine.load_state(state)
+            worker.engine.load_state(state)
         with pytest.raises(AttemptFailure, match=rf"'{name}' \(m0/0 \| m0/1\)"):
             check(run)
 

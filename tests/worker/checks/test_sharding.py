@@ -11,7 +11,7 @@ from tests.tiers import some_by_day
 from tests.worker.actor.test_actor import job
 from tests.worker.cuda_workers import CudaWorkers, WatchedTransport
 from tests.worker.jobs.test_tensor_parallel import on
-from worker.actor import actor
+from worker.actor import loaded
 from worker.parallel.tensor import graph_collectives, shards
 from worker.transport.base import EngineError
 
@@ -27,7 +27,7 @@ def check(monkeypatch):
         wholes[tuple(stages), worker] = copy.deepcopy(stages)
         return shards.tensor_parallel_stages(job, stages, mesh, worker, communicator)
 
-    monkeypatch.setattr(actor, "tensor_parallel_stages", kept)
+    monkeypatch.setattr(loaded, "tensor_parallel_stages", kept)
 
     def run(spoil=lambda: None, **training):
         spec = on([(1, 2)] * 2, job())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from worker.actor.actor import engine_failure
+from worker.actor.state import engine_failure
 from worker.contract import failures
 from worker.contract.failures import as_failure, first_cause
 from worker.contract.reasons import Cause, Reason

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from worker.driver import gang
+
+
+class FakeActor:
+    """An actor whose calls are answered by the functions of these names; what they return stands for Ray's reference."""
+
+    def __init__(self, **answers: Callable[..., Any]) -> None:
+        self.answers = answers
+        self.call = SimpleNamespace(remote=self._answer)
+
+    def _answer(self, method: str, *given: Any, **named: Any) -> Any:
+        return self.answers[method](*given, **named)
 
 
 class FakeGang:

@@ -19,12 +19,13 @@ import ray
 
 from tests.worker.driver.control_plane import ControlPlane
 from worker.actor.actor import Worker
-from worker.actor.node import WorkerAddress
+from worker.actor.loaded import LoadedWorker
 from worker.contract.tasks import JobCheck
 from worker.driver import __main__ as driver
 from worker.driver import control_plane_client, gang
 from worker.driver.limits import Limits
 from worker.driver.stopping import RunningCheck
+from worker.machine.node import WorkerAddress
 
 HERE = "127.0.0.1"
 NODE = "node 0"
@@ -49,14 +50,10 @@ class LocalActor:
     def __init__(self, worker: Worker, name: str):
         self.worker = worker
         self._actor_id = name.encode()
+        self.call = SimpleNamespace(remote=self._call)
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"slotline-worker-{name}", daemon=True)
         self._thread.start()
-
-    def __getattr__(self, method: str) -> Any:
-        if method.startswith("__"):
-            raise AttributeError(method)
-        return SimpleNamespace(remote=lambda *given, **named: self._call(method, given, named))
 
     def end(self) -> None:
         """Close the worker when the calls that were made have ended."""
@@ -67,7 +64,7 @@ class LocalActor:
         self._thread.join(_END_S)
         assert not self._thread.is_alive(), f"worker {self._actor_id.decode()} does not end"
 
-    def _call(self, method: str, given: Sequence[Any], named: dict[str, Any]) -> Future[Any]:
+    def _call(self, method: str, *given: Any, **named: Any) -> Future[Any]:
         future: Future[Any] = Future()
         given, named = [_sent(value) for value in given], {key: _sent(value) for key, value in named.items()}
 
@@ -76,10 +73,10 @@ class LocalActor:
                 arguments = [_received(value) for value in given]
                 keywords = {key: _received(value) for key, value in named.items()}
                 if method in TOGETHER:
-                    result = getattr(self.worker, method)(*arguments, **keywords)
+                    result = self.worker.call(method, *arguments, **keywords)
                 else:
                     with _ONE_AT_A_TIME:
-                        result = getattr(self.worker, method)(*arguments, **keywords)
+                        result = self.worker.call(method, *arguments, **keywords)
                 future.set_result(pickled(result))
             except BaseException as error:
                 future.set_exception(error)
@@ -196,7 +193,7 @@ def run_attempt(
         patch.setattr("worker.driver.trainer.start_check", lambda *_, **__: running)
         patch.setattr("worker.driver.trainer.cluster_nodes", list)
         patch.setattr(gang, "ray", ThreadRay)
-        patch.setattr(Worker, "collect_between_steps", lambda worker: None)  # for this whole process
+        patch.setattr(LoadedWorker, "collect_between_steps", lambda worker: None)  # for this whole process
         patch.setattr(gang, "draining_nodes", dict)
         patch.setattr(gang, "lost_nodes", lambda _: {})
         for module in ("__main__", "trainer", "benchmarks", "step_loop"):

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 import ray
 
-from worker.actor.node import WorkerAddress
+from worker.machine.node import WorkerAddress
 
 AS_OTHERS = {"worker_niceness": 0}
 """Of a Ray whose processes are no nicer than other tests': with Ray's own 15 they wait for those all along."""
@@ -19,6 +20,9 @@ class Resident:
 
     def __init__(self, mesh: str, worker: int):
         self.mesh, self.worker = mesh, worker
+
+    def call(self, method: str, *given: Any, **named: Any) -> Any:
+        return getattr(self, method)(*given, **named)
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)

@@ -17,7 +17,6 @@ from tests.worker.actor.test_actor import job, plain
 from tests.worker.driver.control_plane import ControlPlane
 from tests.worker.driver.local_attempt import run_attempt
 from tests.worker.driver.test_replanning import poor_answer
-from worker.actor import actor
 from worker.checkpoint import format as checkpoint_format
 from worker.data.sampler import collate
 from worker.driver.limits import Limits
@@ -134,7 +133,7 @@ def test_an_attempt_on_meshes_of_unlike_sizes_has_the_losses_of_the_plain_loop(t
 
 @pytest.mark.slow
 def test_an_attempt_whose_compiler_gets_no_time_trains_as_traced_and_says_which_stage_does(monkeypatch):
-    monkeypatch.setattr(actor, "COMPILE_LIMIT_S", 0.01)
+    monkeypatch.setattr(compile, "COMPILE_LIMIT_S", 0.01)
     spec = job(stages=1, meshes=1)
     losses, _ = plain(spec, range(1, 3))
     spec["training"] |= {"steps": 2, "compile": True}

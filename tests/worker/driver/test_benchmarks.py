@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.worker.driver.fake_gang import FakeGang
+from tests.worker.driver.fake_gang import FakeActor, FakeGang
 from tests.worker.driver.test_planning import JOB
-from worker.actor.node import WorkerAddress
 from worker.benchmark.links import ConcurrentTransfers, Link, ProbeResult
 from worker.driver import benchmarks
 from worker.driver.benchmarks import LINK_CACHE_S, GangMeasurements, LinkWatch
 from worker.driver.limits import Limits
+from worker.machine.node import WorkerAddress
 
 # Bytes a second and what sharing costs between the nodes of this test.
 BANDWIDTH = {
@@ -57,7 +57,7 @@ class Gang(FakeGang):
             self.measured += own
             return [self._find(probe) for probe in own]
 
-        return SimpleNamespace(measure_links=SimpleNamespace(remote=measure))
+        return FakeActor(measure_links=measure)
 
     def _find(self, probe):
         hub, peers = self._node_of[probe.hub], [self._node_of[peer] for peer in probe.peers]
@@ -187,7 +187,7 @@ def test_one_mesh_has_no_links(clock):
 def test_the_engines_own_time_is_the_mean_over_the_meshes_and_nothing_on_accelerators(clock):
     gang = Gang(["a", "a", "b"])
     for worker, seconds in zip(gang.workers, (1e-4, 2e-4, 6e-4), strict=True):
-        worker.measure_action = SimpleNamespace(remote=lambda seconds=seconds, **_: seconds)
+        worker.answers["measure_action"] = lambda seconds=seconds, **_: seconds
     found, _ = costs(gang, Control())
     assert found.action_s() == pytest.approx(3e-4)
     found._device = "cuda"
@@ -291,10 +291,12 @@ class CheckedGang(FakeGang):
 
     def _worker(self, notes):
         def answer(name, value):
-            return SimpleNamespace(remote=lambda *_: self.calls.append(name) or value)
+            return lambda: self.calls.append(name) or value
 
-        return SimpleNamespace(
-            check_accelerator=answer("check_accelerator", notes), prepare=answer("prepare", {8: "key"})
+        return FakeActor(
+            check_accelerator=answer("check_accelerator", notes),
+            prepare=answer("prepare", None),
+            profile_keys=answer("profile_keys", {8: "key"}),
         )
 
 
@@ -311,6 +313,6 @@ def test_gpus_are_checked_before_anything_is_built_and_their_faults_are_told(dev
     )
     measurements.prepare()
     checks = ["check_accelerator"] * 2 if device == "cuda" else []
-    assert gang.calls == [*checks, "prepare", "prepare"]
+    assert gang.calls == [*checks, *["prepare"] * 2, *["profile_keys"] * 2]
     told = ("accelerator_fault", "mesh m1, worker 0: GPU-1 of node a: 3 ECC errors")
     assert events == ([told] if device == "cuda" else [])

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.worker.driver.fake_gang import FakeGang
+from tests.worker.driver.fake_gang import FakeActor, FakeGang
 from worker.actor.saver import ShardSaver, reading_checkpoint
 from worker.checkpoint import format as checkpoint_format
 from worker.checkpoint.resumption import ResumeSource
@@ -73,9 +73,9 @@ class Gang(FakeGang):
         self.meshes = [SimpleNamespace(name=f"m{i}") for i in range(meshes)]
         self.plain = [Worker(mesh.name) for mesh in self.meshes]
         self.workers = [
-            SimpleNamespace(
+            FakeActor(
                 **{
-                    name: SimpleNamespace(remote=lambda *a, w=worker, n=name: lambda: getattr(w, n)(*a))
+                    name: lambda *a, w=worker, n=name: lambda: getattr(w, n)(*a)
                     for name in ("save", "restore", "begin_save", "saved")
                 }
             )

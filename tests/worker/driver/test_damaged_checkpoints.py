@@ -56,7 +56,7 @@ def restored(base):
     gang, reports = Gang(), Reports()
     gang.plain = [Worker("m0"), Worker("m1")]
     for actor, worker in zip(gang.workers, gang.plain, strict=True):
-        actor.restore.remote = lambda uri, w=worker: lambda: w.restore(uri)
+        actor.answers["restore"] = lambda uri, w=worker: lambda: w.restore(uri)
     kept = Checkpoints(CheckpointPolicy(base), "job", gang=gang, reporter=reports, limit_s=60)
     return kept.restore(None), gang.plain, reports.events
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.worker.actor.test_actor import job
-from tests.worker.driver.fake_gang import SimpleGang
+from tests.worker.driver.fake_gang import FakeActor, SimpleGang
 from tests.worker.driver.test_step_loop import HERE, LIMIT_S, Gang, Heard
 from tests.worker.workers import Workers
 from worker.checkpoint import format as checkpoint_format
@@ -68,7 +68,7 @@ def test_a_stream_of_19_has_two_steps_of_8_and_the_state_after_them_is_kept(tmp_
 
 def asked(*answers, at_end="stop"):
     gang = SimpleGang(
-        workers=[SimpleNamespace(has_data=SimpleNamespace(remote=lambda step, a=a: a)) for a in answers],
+        workers=[FakeActor(has_data=lambda step, a=a: a) for a in answers],
         name=lambda at: f"worker {at}",
     )
     end = DataEnd(Job.from_json(stopping_job(at_end)), gang=gang)

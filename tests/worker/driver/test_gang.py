@@ -7,13 +7,13 @@ import os
 import signal
 import threading
 import time
+from typing import Any
 
 import pytest
 import ray
 from ray.util.placement_group import placement_group_table
 
 from tests.polling import until
-from worker.actor.node import WorkerAddress
 from worker.contract import failures
 from worker.contract.failures import AttemptFailure, attributed_to
 from worker.contract.reasons import Reason
@@ -21,12 +21,16 @@ from worker.driver import gang as gang_module
 from worker.driver.gang import Gang, PerWorker, Phase
 from worker.driver.limits import Limits
 from worker.driver.stopping import Cancelled, GracefulStop, Interruption
+from worker.machine.node import WorkerAddress
 
 pytestmark = [pytest.mark.ray]
 
 
 class Sleeper:
     """A worker that can sleep, raise, and say who it is."""
+
+    def call(self, method: str, *given: Any, **named: Any) -> Any:
+        return getattr(self, method)(*given, **named)
 
     def __init__(self, mesh: str, worker: int):
         self.mesh, self.worker = mesh, worker

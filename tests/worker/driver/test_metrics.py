@@ -10,10 +10,10 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
-from worker.actor.telemetry import GpuUsage
 from worker.driver.metrics import DriverMetrics, ModelFlops
 from worker.driver.slot_metrics import MAX_SLOTS
 from worker.driver.step_measurement import StepScaling, StepUsage
+from worker.machine.telemetry import GpuUsage
 
 STARTED_AT = 1_790_000_000.25
 

@@ -26,14 +26,14 @@ from tests.worker.actor.test_actor import job
 from tests.worker.driver.control_plane import ControlPlane
 from tests.worker.driver.resident import AS_OTHERS, Resident
 from tests.worker.workers import placement_of
-from worker.actor import node as node_module
-from worker.actor.node import ClusterNode, WorkerAddress, cluster_nodes, lost_nodes, offered_nodes
 from worker.contract.failures import AttemptFailure
 from worker.contract.reasons import Reason
 from worker.driver import gang as gang_module
 from worker.driver.gang import Gang, Phase, placement_text
 from worker.driver.limits import Limits
 from worker.driver.stopping import Interruption
+from worker.machine import node as node_module
+from worker.machine.node import ClusterNode, WorkerAddress, cluster_nodes, lost_nodes, offered_nodes
 
 LIMIT_S = 60.0
 _PREEMPTION = 2  # DrainNodeReason of Ray's autoscaler.proto

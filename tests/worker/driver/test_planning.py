@@ -13,8 +13,7 @@ import pytest
 from service.orchestrator.planning.pool import _plan_forwards
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import PipelineSpec
-from tests.worker.driver.fake_gang import FakeGang
-from worker.actor.node import WorkerAddress
+from tests.worker.driver.fake_gang import FakeActor, FakeGang
 from worker.benchmark.plan_request import layer_profiles
 from worker.contract.costs import MeshUpdate
 from worker.contract.failures import AttemptFailure, OutOfMemoryFailure
@@ -36,6 +35,7 @@ from worker.driver.evaluation import plan_evaluation
 from worker.driver.limits import Limits
 from worker.driver.planning import Planner
 from worker.driver.reporter import LaunchPhases
+from worker.machine.node import WorkerAddress
 
 JOB = Job.from_json(
     {
@@ -85,24 +85,18 @@ def test_every_instruction_knows_how_long_the_plan_says_it_takes(schedule):
         assert planned[mesh] == pytest.approx(expected)
 
 
-class Called:
-    """A method of an actor: `remote` answers at once."""
-
-    def __init__(self, answer):
-        self.remote = answer
-
-
-class Worker:
+class Worker(FakeActor):
     """An accelerator of a kind on which each of two layers takes `seconds` forward."""
 
     def __init__(self, kind, seconds):
-        self.profiled = 0
-        self.prepare = Called(lambda _: kind)
-        self.profile = Called(lambda count: self._profile(seconds, count))
+        self.profiled, self.kind = 0, kind
         self.traced_for = []
-        self.trace = Called(self.traced_for.append)
-        self.graph = Called(lambda: "graph")
-        self.take_graph = Called(lambda graph, count: self.traced_for.append(count))
+        super().__init__(
+            profile=lambda count: self._profile(seconds, count),
+            trace=self.traced_for.append,
+            graph=lambda: "graph",
+            take_graph=lambda graph, count: self.traced_for.append(count),
+        )
 
     def _profile(self, seconds, count):
         self.profiled += 1
@@ -210,7 +204,7 @@ def test_a_plan_that_was_refused_while_the_model_was_traced_ends_the_attempt(mon
 def test_every_kind_of_accelerator_is_profiled_and_the_slowest_is_planned_with(device, measured):
     workers = [Worker("quick", 1.0), Worker("slow", 4.0), Worker("quick", 3.0), Worker("slow", 6.0)]
     control = Control()
-    keys = [{4: worker.prepare.remote(1)} for worker in workers]
+    keys = [{4: worker.kind} for worker in workers]
     profile = measurements_of(Gang(*workers), control, device, keys).profile(4)
     assert [worker.profiled for worker in workers] == measured
     mean = {"cpu": {"quick": 2.0, "slow": 5.0}, "cuda": {"quick": 1.0, "slow": 4.0}}[device]
@@ -251,7 +245,7 @@ def one_worker(profile):
         asked.append(count)
         return profile(count)
 
-    worker.profile = Called(answer)
+    worker.answers["profile"] = answer
     return measurements_of(Gang(worker), Control(), "cpu", KEYS), asked
 
 
@@ -340,7 +334,7 @@ FORM = ModelSignature(
 def with_form(traced: ModelSignature) -> tuple[Planner, PlannedJob]:
     """A planner whose first worker has traced a model of this form, and an answer with a plan that was made for FORM."""
     worker = Worker("old", 1.0)
-    worker.model_signature = Called(lambda whole: traced)
+    worker.answers["model_signature"] = lambda whole: traced
     answer = {
         "begins": ["l0"],
         "spec": {},
@@ -368,9 +362,8 @@ def test_a_named_plan_is_refused_where_the_traced_model_is_not_the_one_that_it_w
 
 def test_a_plan_of_its_own_is_compared_with_nothing():
     planner, _ = with_form(FORM)
-    planner._measurements._gang.workers[0].model_signature = Called(
-        lambda whole: pytest.fail("nobody needs it")
-    )
+    first = planner._measurements._gang.workers[0]
+    first.answers["model_signature"] = lambda whole: pytest.fail("nobody needs it")
     planner._check_model_signature(parse_planned_job({"begins": ["l0"], "spec": {}, "plan": {}}))
 
 

@@ -53,11 +53,9 @@ class Actor:
     def __init__(self, worker, log):
         self._worker, self._log = worker, log
         self._queue = ThreadPoolExecutor(1)
+        self.call = SimpleNamespace(remote=self._call)
 
-    def __getattr__(self, name):
-        return SimpleNamespace(remote=lambda *arguments: self._call(name, arguments))
-
-    def _call(self, name, arguments):
+    def _call(self, name, *arguments):
         last = arguments[-1] if arguments else None
         self._log.append((f"ask {name}", last))
 
@@ -169,7 +167,7 @@ def train(
             for (
                 worker
             ) in run.workers:  # as when a gang is ended: nobody waits for a step that others never began
-                worker._engine.abort("the loop has ended")
+                worker.engine.abort("the loop has ended")
             raise
         finally:
             for actor in gang.workers:
@@ -281,13 +279,13 @@ def test_a_checkpoint_holds_exactly_the_state_after_its_step(tmp_path, monkeypat
             run.step(step)
             if step % 2:
                 continue
-            names = set().union(*({*w._engine.state()["parameters"]} for w in run.workers))
+            names = set().union(*({*w.engine.state()["parameters"]} for w in run.workers))
             saved, number = checkpoint_format.load_checkpoint(
                 checkpoint_format.step_uri(str(tmp_path / "ahead"), "job", step), names=names
             )
             assert number == step
             for worker in run.workers:
-                state = worker._engine.state()
+                state = worker.engine.state()
                 for name, value in state["parameters"].items():
                     assert torch.equal(saved["parameters"][name], value), (step, name)
                 for name, entry in state["optimizer"].items():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from worker.actor.step_result import WorkerStep
-from worker.actor.telemetry import GpuUsage
 from worker.contract.program import MeasuredSlot
 from worker.driver.step_measurement import ClockOffset, measure_step
+from worker.machine.telemetry import GpuUsage
 
 
 def slot(lane, action, start, end, stage=0, **fields):

@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 
+from worker.actor.actor import NewWorker
 from worker.actor.assignment import LoadLimits, make_assignments
+from worker.actor.loaded import LoadedWorker
 from worker.contract.job import Job
 from worker.contract.planned import parse_planned_job
 from worker.engine.results import SlotLimits
 from worker.parallel.shard_spec import ShardSpec
 from worker.transport.base import topology_of
-from worker.verify.local_gang import InspectableWorker
 
 
 def take_gpu(rank: int, workers: int) -> None:
@@ -36,7 +37,7 @@ def take_gpu(rank: int, workers: int) -> None:
     torch.cuda.set_device(rank % torch.cuda.device_count())
 
 
-def saved(worker: InspectableWorker, uri: str, step: int) -> dict[str, Any]:
+def saved(worker: LoadedWorker, uri: str, step: int) -> dict[str, Any]:
     """Save now: the seconds, on CUDA the bytes held before and at most meanwhile, and the most host memory so far."""
     cuda = torch.cuda.is_available()
     if cuda:
@@ -65,8 +66,7 @@ def trained(given: dict[str, Any]) -> dict[str, Any]:
     topology = topology_of(sizes, job.tensors)
     if given["device"] == "cuda":
         take_gpu(topology.rank(mesh, index), topology.size)
-    worker = InspectableWorker(job=job, mesh=mesh, worker=index, device=given["device"])
-    worker.prepare(topology.workers(mesh))
+    worker = NewWorker(job=job, mesh=mesh, worker=index, device=given["device"]).prepare()
     worker.trace(planned.microbatches)
     assignments = make_assignments(
         planned,
@@ -75,7 +75,7 @@ def trained(given: dict[str, Any]) -> dict[str, Any]:
         store=("127.0.0.1", given["port"]),
         limits=LoadLimits(120.0, 120.0, SlotLimits(factor=20.0, floor_s=60.0)),
     )
-    worker.load(assignments[topology.rank(mesh, index)])
+    worker = worker.load(assignments[topology.rank(mesh, index)])
     done = worker.restore(given["restore"]) if given.get("restore") else 0
     worker.warm_up(done + 1)
     uri, last = given.get("save") or (None, None)
@@ -84,7 +84,7 @@ def trained(given: dict[str, Any]) -> dict[str, Any]:
         results.append(worker.run_step(step))
         if step == last:
             saving = saved(worker, uri, step)
-    spec_of = ShardSpec if worker.share is None else worker.share.shard_spec
+    spec_of = ShardSpec if worker.tensor_shards is None else worker.tensor_shards.shard_spec
     squares = {
         spec_of(name).description: tensor.double().square().sum().item()
         for name, tensor in worker.engine.state()["parameters"].items()

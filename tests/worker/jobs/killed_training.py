@@ -18,7 +18,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from torch import nn
 
-from tests.worker.driver.fake_gang import FakeGang
+from tests.worker.driver.fake_gang import FakeActor, FakeGang
 from worker.actor.saver import ShardSaver
 from worker.checkpoint import format as checkpoint_format
 from worker.checkpoint.record import RECORD_SHARD, make_record, record_to_state
@@ -108,11 +108,11 @@ class _Gang(FakeGang):
     def __init__(self, workers: list[_Worker]):
         self.meshes = [SimpleNamespace(name=worker.mesh) for worker in workers]
         self.workers = [
-            SimpleNamespace(
-                save=SimpleNamespace(remote=lambda *a, w=worker: lambda: w.saver.save(*a)),
-                begin_save=SimpleNamespace(remote=lambda *a, w=worker: lambda: w.saver.begin(*a)),
-                saved=SimpleNamespace(remote=lambda w=worker: w.saver.saved),
-                restore=SimpleNamespace(remote=lambda *a, w=worker: lambda: w.restore(*a)),
+            FakeActor(
+                save=lambda *a, w=worker: lambda: w.saver.save(*a),
+                begin_save=lambda *a, w=worker: lambda: w.saver.begin(*a),
+                saved=lambda w=worker: w.saver.saved,
+                restore=lambda *a, w=worker: lambda: w.restore(*a),
             )
             for worker in workers
         ]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.worker.actor.test_actor import job
-from tests.worker.driver.fake_gang import SimpleGang
+from tests.worker.driver.fake_gang import FakeActor, SimpleGang
 from tests.worker.jobs.test_tensor_parallel_zero1 import BOTH, on
 from worker.benchmark.plan_request import update_with_collectives
 from worker.contract.costs import LinearCost, UpdateCosts
@@ -17,7 +17,7 @@ from worker.contract.profile import CollectiveCost, MeshCollectiveCosts, slowest
 from worker.driver.benchmarks import measure_collective_costs
 from worker.tasks.profile import LocalMeasurements
 from worker.transport.rendezvous import host_store
-from worker.verify.local_gang import make_workers
+from worker.verify.local_gang import prepare_workers
 
 REDUCE, SCATTER, GATHER = (1e-3, 1e9), (2e-3, 2e9), (3e-3, 4e9)
 
@@ -28,12 +28,11 @@ REDUCE, SCATTER, GATHER = (1e-3, 1e9), (2e-3, 2e9), (3e-3, 4e9)
 )
 def test_workers_measure_in_the_groups_in_which_they_train(layout, data, tensor):
     read = Job.from_json(on([layout], job()))
-    workers = make_workers(read)
+    workers = prepare_workers(read)
     store = host_store("127.0.0.1")
     found = [None] * len(workers)
 
     def measure(index, worker):
-        worker.prepare(len(workers))
         where = {"store": ("127.0.0.1", store.port), "host": "127.0.0.1", "connect_s": 60.0}
         found[index] = worker.measure_collectives(**where)
 
@@ -71,7 +70,7 @@ def test_a_plan_takes_gradients_from_one_and_matrices_from_the_other(monkeypatch
     answer = MeshCollectiveCosts(
         CollectiveCost(REDUCE, SCATTER, GATHER), CollectiveCost((9e-3, 9e9), (1.0, 1.0), (8e-3, 8e9))
     )
-    worker = SimpleNamespace(measure_collectives=SimpleNamespace(remote=lambda **_: answer))
+    worker = FakeActor(measure_collectives=lambda **_: answer)
     gang = SimpleGang(meshes=meshes, addresses=addresses, workers=[worker] * 8)
     events = []
     reporter = SimpleNamespace(event=lambda *said: events.append(said))

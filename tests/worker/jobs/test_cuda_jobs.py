@@ -140,7 +140,7 @@ def test_copies_of_what_is_whole_stay_one_where_workers_round_differently(shard,
             workers.watched.check()
             check_orders(workers)
             first, second = (
-                {name: p for name, p in w.updated.items() if name not in w.share._splits}
+                {name: p for name, p in w.engine.updated.items() if name not in w.tensor_shards._splits}
                 for w in workers.workers[:2]
             )
             assert first and first.keys() == second.keys()

@@ -17,7 +17,7 @@ from worker.contract.reasons import Reason
 from worker.data.sampler import BatchSampler, collate
 from worker.engine.optim import grad_scaler
 from worker.model.factory import build_model, call_factory
-from worker.verify.local_gang import make_workers
+from worker.verify.local_gang import prepare_workers
 
 STEPS = range(1, 11)
 # So large that the first steps overflow by themselves, in the backward of the half of the model that is in fp16.
@@ -124,8 +124,7 @@ class Half(nn.Module):
 
 def test_weights_that_are_fp16_themselves_are_refused():
     spec = fp16() | {"model": {"factory": f"{__name__}:Half"}}
-    worker = make_workers(Job.from_json(spec))[0]
-    worker.prepare(1)
+    worker = prepare_workers(Job.from_json(spec))[0]
     with pytest.raises(
         AttemptFailure, match=r"parameter 'head.weight' \(2 in all\) is float16 itself"
     ) as told:

@@ -149,7 +149,7 @@ def test_an_optimizer_whose_sums_are_completed_trains_four_meshes_as_one_process
         assert run.notes == []
         compare_with_plain_loop(run, plain, range(1, 26))
         settings = [
-            {key: value for key, value in w.optimizer.param_groups[0].items() if key != "params"}
+            {key: value for key, value in w.engine.optimizer.param_groups[0].items() if key != "params"}
             for w in run.workers
         ]
     assert all(one == settings[0] for one in settings), "sums are equal to the bit, whose rounding is one"
@@ -198,7 +198,7 @@ def test_a_mesh_that_trains_nothing_enters_the_sums_of_the_others(case):
     spec["model"] = spec["model"] | {"freeze": ["layers.0.*"]}
     plain = PlainJob(spec).train(range(1, 26))
     with Workers(spec) as run:
-        assert any(worker.optimizer is None for worker in run.workers)
+        assert any(worker.engine.optimizer is None for worker in run.workers)
         compare_with_plain_loop(run, plain, range(1, 26))
 
 

@@ -108,7 +108,8 @@ def test_copies_of_what_is_whole_stay_one_on_processors_that_round_otherwise(mon
     with Workers(on([(1, 2)], job(stages=1))) as run:
         run.losses(range(1, 3))
         first, second = (
-            {name: p for name, p in w.updated.items() if name not in w.share._splits} for w in run.workers
+            {name: p for name, p in w.engine.updated.items() if name not in w.tensor_shards._splits}
+            for w in run.workers
         )
         assert len(first) > 3
         assert [name for name, one in first.items() if not torch.equal(one, second[name])] == []

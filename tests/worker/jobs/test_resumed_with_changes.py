@@ -93,10 +93,7 @@ class Gang(FakeGang):
 
 class _Remote:
     def __init__(self, worker):
-        self._worker = worker
-
-    def __getattr__(self, method):
-        return SimpleNamespace(remote=lambda *a: lambda: getattr(self._worker, method)(*a))
+        self.call = SimpleNamespace(remote=lambda method, *a: lambda: getattr(worker, method)(*a))
 
 
 class Driver:
@@ -134,7 +131,7 @@ class Driver:
         found = {}
         states = self.run.call(lambda worker: worker.engine.state())
         for worker, state in zip(self.run.workers, states, strict=True):
-            spec_of = ShardSpec if worker.share is None else worker.share.shard_spec
+            spec_of = ShardSpec if worker.tensor_shards is None else worker.tensor_shards.shard_spec
             for name, tensor in state["parameters"].items():
                 spec = spec_of(name)
                 whole = found.setdefault(name, torch.empty(spec.whole_shape(tensor.shape)))

@@ -21,7 +21,7 @@ from worker.contract.profile import CollectiveCost, LayerProfile, ModelError
 from worker.contract.reasons import Reason
 from worker.parallel.shard_spec import ShardSpec
 from worker.parallel.tensor.plans import check_tensor_plan
-from worker.verify.local_gang import make_workers
+from worker.verify.local_gang import prepare_workers
 
 
 def on(layout, spec, **resources):
@@ -169,9 +169,7 @@ def test_the_plan_knows_what_is_shared_and_what_is_summed():
     spec = job()
     found = {}
     for tensor in (1, 2):
-        workers = make_workers(Job.from_json(on([(1, tensor)] * 2, spec)))
-        for worker in workers:
-            worker.prepare(tensor)
+        workers = prepare_workers(Job.from_json(on([(1, tensor)] * 2, spec)))
         found[tensor] = LayerProfile.from_json(workers[0].profile(2))
     whole, shared = (sum(found[n].parameter_sizes.values()) for n in (1, 2))
     assert shared < 0.65 * whole
@@ -217,7 +215,7 @@ def test_an_optimizer_that_makes_something_else_of_parts_of_matrices_is_refused_
     with pytest.raises(
         AttemptFailure, match=f"parallelism.tp is 2: optimizer {name} updates a part"
     ) as refused:
-        make_workers(Job.from_json(spec))[0].optimizer_state()
+        prepare_workers(Job.from_json(spec))[0].optimizer_state()
     assert refused.value.reason is Reason.USER_CODE_RAISED
 
 

@@ -47,7 +47,7 @@ def half(worker):
 
 def state(worker):
     """The tensors of a worker's optimizer state but for those that are one number."""
-    entries = worker.optimizer.state.values()
+    entries = worker.engine.optimizer.state.values()
     return [t for entry in entries for t in entry.values() if isinstance(t, torch.Tensor) and t.ndim]
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.worker.actor.test_actor import job
 from worker.actor import model_host
-from worker.actor.actor import Worker
+from worker.actor.actor import NewWorker
 from worker.contract.failures import AttemptFailure
 from worker.contract.job import Job
 from worker.contract.reasons import Reason
@@ -28,8 +28,7 @@ def traced(model, *, memory="auto", data=None, loss=None, changes=None, **traini
     spec["loss"] = loss or {"factory": "torch.nn:MSELoss"}
     spec["training"] |= {"loss_reduction": "microbatches", **training}
     spec["resources"]["memory_per_worker"] = memory
-    worker = Worker(job=Job.from_json(spec), mesh="m0", worker=0, device="cpu")
-    worker.prepare(1)
+    worker = NewWorker(job=Job.from_json(spec), mesh="m0", worker=0, device="cpu").prepare()
     return worker.trace(2)
 
 

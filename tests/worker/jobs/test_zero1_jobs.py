@@ -68,7 +68,7 @@ def test_what_a_worker_keeps_is_planned_as_half_where_two_share_it():
             tensors = [p for stage in worker.stages.values() for p in stage.parameters()]
             state = [
                 t
-                for entry in worker.optimizer.state.values()
+                for entry in worker.engine.optimizer.state.values()
                 for t in entry.values()
                 if isinstance(t, torch.Tensor)
             ]

@@ -29,7 +29,7 @@ from worker.model.opaque.call import opaque_calls
 from worker.model.rng import RandomState, reseed_at_random_ops
 from worker.model.serialization import deserialize_model, load_values, parameter_values, serialize_model
 from worker.tasks.profile import LocalMeasurements
-from worker.verify.local_gang import make_workers
+from worker.verify.local_gang import prepare_workers
 
 STEPS = range(1, 4)
 DETERMINISTIC = [kind for kind in KINDS if kind != "random"]
@@ -266,8 +266,8 @@ def job(kind, *, stages=3, workers=1, layers=2, **parts):
 
 def warm_up(worker):
     """The engine's first run without transfers, as on CUDA."""
-    worker._reader.ready(1)
-    worker.engine.warm_up(1, *worker._reader.take(1, first=True))
+    worker.reader.ready(1)
+    worker.engine.warm_up(1, *worker.reader.take(1, first=True))
 
 
 def compare_with_plain_loop(spec, *, rel=1e-5, buffers=True):
@@ -315,8 +315,7 @@ def test_a_job_whose_gradients_the_trace_would_lose_is_traced_anew_and_is_its_pl
     assert "1" in [layer.name for layer in LocalMeasurements(Job.from_json(spec), "cpu").profile(4).layers]
     monkeypatch.setattr(PreparedMeasurements, "profile", profile_when_checked)  # as a driver does
     compare_with_plain_loop(spec)
-    worker = make_workers(Job.from_json(spec))[0]
-    worker.prepare(1)
+    worker = prepare_workers(Job.from_json(spec))[0]
     (note,) = worker.trace(4)
     assert f"module '1' ({module}) runs as it is" in note and f"{function} has a backward of its own" in note
 
@@ -412,7 +411,6 @@ class Classifier(Branch):
 @pytest.mark.parametrize(("kind", "name"), [("branch", "Branch"), ("gradient reversal", "GradientReversal")])
 def test_layouts_that_look_into_modules_are_refused_with_one_that_runs_as_it_is(resources, named, kind, name):
     spec = {**job(kind, stages=2), "resources": {**resources, "device": "cpu"}}
-    worker = make_workers(Job.from_json(JobSpec.model_validate(spec).model_dump(mode="json")))[0]
-    worker.prepare(2)
+    worker = prepare_workers(Job.from_json(JobSpec.model_validate(spec).model_dump(mode="json")))[0]
     with pytest.raises(Exception, match=rf"{named}.*module '1' \({name}\), which runs as it is"):
         worker.trace(4)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.worker.engine.engine_support import chain, serial_programs, squared_error
-from worker.actor.actor import engine_failure
+from worker.actor.state import engine_failure
 from worker.contract.planned import MeshProgram
 from worker.contract.reasons import Reason
 from worker.engine.engine import Engine, engine_collectives

@@ -19,7 +19,7 @@ from worker.engine.stage_io import StageTensors
 from worker.model.rng import RandomState
 from worker.model.stages import StageBuilder
 from worker.transport.gloo import GlooTransport
-from worker.verify.local_gang import InspectableWorker
+from worker.verify.local_gang import LoadedWorker
 
 SPLIT = {"schedule": "zb-h1"}
 
@@ -132,7 +132,7 @@ def optimizer_group_lost(monkeypatch):
 
         return make_optimizer
 
-    around(monkeypatch, InspectableWorker, "_make_optimizer", make)
+    around(monkeypatch, LoadedWorker, "_make_optimizer", make)
     return gpt(), r"step 1: after STEP on m1, '.*' did not change"
 
 

@@ -11,15 +11,15 @@ from tests.worker import odd_optimizers
 from tests.worker.model import stateful_models
 from tests.worker.verify.proving import proof_of
 from tests.worker.verify.test_stateful_models import unchecked
-from worker.actor import actor
+from worker.actor import prepared
 
 
 @pytest.fixture(autouse=True)
 def no_trial(monkeypatch):
     """The trials that refuse such optimizers are switched off."""
-    monkeypatch.setattr(actor, "check_layout_of_optimizer", lambda job, device: "")
-    monkeypatch.setattr(actor, "check_optimizer_of_model", lambda job, parameters, device, untried: [])
-    monkeypatch.setattr(actor, "check_optimizer_of_meshes", lambda job, parameters, names: None)
+    monkeypatch.setattr(prepared, "check_layout_of_optimizer", lambda job, device: "")
+    monkeypatch.setattr(prepared, "check_optimizer_of_model", lambda job, parameters, device, untried: [])
+    monkeypatch.setattr(prepared, "check_optimizer_of_meshes", lambda job, parameters, names: None)
 
 
 def difference_of(factory: str, steps: int, **arguments) -> str | None:

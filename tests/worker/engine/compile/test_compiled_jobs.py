@@ -16,7 +16,7 @@ from worker.contract.job import Job
 from worker.contract.profile import LayerProfile
 from worker.engine import compile as room
 from worker.engine.compile import pieces_of
-from worker.verify.local_gang import make_workers
+from worker.verify.local_gang import prepare_workers
 
 
 def compiled(spec):
@@ -140,8 +140,8 @@ def test_layers_are_measured_compiled_and_the_profile_says_so_under_a_key_of_its
     spec["model"]["args"]["layers"] = 1
     profiles, keys = [], []
     for one in (spec, compiled(job(stages=1, meshes=1) | {"model": spec["model"]})):
-        (worker,) = make_workers(Job.from_json(one))
-        keys.append(worker.prepare(1))
+        (worker,) = prepare_workers(Job.from_json(one))
+        keys.append(worker.profile_keys())
         profiles.append(worker.profile())
     assert keys[0] != keys[1]
     assert "compiled" not in profiles[0]  # as before there was such a setting

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from worker.actor.telemetry import accelerator_name, open_nvml
 from worker.contract.failures import AttemptFailure
 from worker.contract.reasons import Reason
+from worker.machine.telemetry import accelerator_name, open_nvml
 
 SIZE = 2048
 """Rows and columns of the matrices: milliseconds on a GPU, on all of its multiprocessors."""
