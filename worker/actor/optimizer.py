@@ -324,6 +324,24 @@ def check_optimizer_of_model(
         "does, nobody notices: compare the job with its plain loop (slotline verify)"
         for what, obstacle in obstacles.items()
         if obstacle
+    ] + (_waiting_step_notes(path, make, device) if device == "cuda" else [])
+
+
+def _waiting_step_notes(
+    path: str, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], device: str
+) -> list[str]:
+    """A note on an optimizer that cannot skip a step by itself: the host has to know the norm before it enqueues one."""
+    try:
+        optimizer = make([zero_parameter(device)])
+    except Exception:  # one that wants more than one parameter, of which nothing is known here
+        return []
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        return []
+    fused = "fused" in inspect.signature(type(optimizer)).parameters
+    way = "give optimizer.args fused: true" if fused else "torch's Adam, AdamW and SGD do with fused: true"
+    return [
+        f"optimizer {path!r} does not skip a step by itself: in each STEP the host waits for the norm of the gradients, and "
+        f"the GPU then for the host; {way}"
     ]
 
 

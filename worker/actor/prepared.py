@@ -27,7 +27,6 @@ from worker.actor.optimizer import (
     make_loss,
 )
 from worker.actor.state import WorkerPlace, WorkerState
-from worker.checkpoint.format import check_writable
 from worker.contract.failures import attributed_to
 from worker.contract.job import Job, microbatch_counts
 from worker.contract.planned import ModelSignature
@@ -157,11 +156,6 @@ class PreparedWorker(WorkerState):
     def weights(self, stage_starts: Sequence[str], stages: Sequence[int]) -> ParameterValues:
         """The initial values of the parameters of some stages, for the worker that runs them."""
         return self.model.weights(self.batches.sample[0], stage_starts, stages)
-
-    @attributed_to(Reason.CHECKPOINT_UNWRITABLE)
-    def try_checkpoints(self, uri: str) -> None:
-        """Write and remove a file where checkpoints will go, so that a wrong place is reported before training."""
-        check_writable(uri)
 
     def load(self, assignment: Assignment, weights: ParameterValues | None = None) -> LoadedWorker:
         """The worker that runs `assignment`; `weights` are those of a worker that took its graph. This one has no model any

@@ -15,6 +15,7 @@ import torch
 from worker.actor.benchmarks import measure_job_update, measure_mesh_links, plannable_bytes
 from worker.benchmark.engine_overhead import measure_action
 from worker.benchmark.links import Probe, ProbeResult, endpoint
+from worker.checkpoint.format import check_writable
 from worker.contract.costs import UpdateCosts
 from worker.contract.failures import (
     AttemptFailure,
@@ -91,6 +92,11 @@ class WorkerState:
         """Bytes that this worker may plan with, one of `sharing` on the same node (CPU) or GPU; None if unknown."""
         return plannable_bytes(self.job, self.device, sharing)
 
+    @attributed_to(Reason.CHECKPOINT_UNWRITABLE)
+    def try_checkpoints(self, uri: str) -> None:
+        """Write and remove a file where checkpoints will go, so that a wrong place is reported before training."""
+        check_writable(uri)
+
     def update_costs(self) -> UpdateCosts:
         """The costs of the engine's REDUCE and STEP on this worker alone, with the job's optimizer."""
         return measure_job_update(self.job, self.device)
@@ -117,7 +123,7 @@ class WorkerState:
         self, *, topology: Topology, store: tuple[str, int], host: str, connect_s: float
     ) -> float:
         """Processor seconds of the engine for an action; every worker 0 calls this at the same time."""
-        return measure_action(self.transport(topology, store, host, connect_s))
+        return measure_action(self.transport(topology, store, host, connect_s), self.device)
 
     def transport(
         self,

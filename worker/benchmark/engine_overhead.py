@@ -1,7 +1,6 @@
-"""Measures the engine's own CPU time per action with its transfers, which no layer profile contains.
+"""Measures the engine's own processor time per action with its transfers, which no layer profile contains.
 
-All meshes run a pipeline of trivial stages over the job's transport. Only on CPU: on accelerators the host enqueues
-ahead, and an action takes as long as the device says.
+All meshes run a pipeline of trivial stages over the job's transport. On CUDA it is that of the host, which enqueues.
 """
 
 from __future__ import annotations
@@ -28,9 +27,10 @@ _MEASURED_STEPS, _WARM_UP_STEPS = 7, 2
 _SHAPE = (1, 16)
 
 
-def measure_action(transport: Transport) -> float:
-    """Processor seconds of all threads of this process for an F or B of this mesh with its transfers, beyond those of
-    the operations. Worker 0 of every mesh calls this at the same time, and `transport` is closed at the end.
+def measure_action(transport: Transport, device: str = "cpu") -> float:
+    """Processor seconds for an F or B of this mesh with its transfers, beyond those of the operations: of all threads of
+    this process, on CUDA of the one that enqueues. Worker 0 of every mesh calls this at the same time, and `transport` is
+    closed at the end.
 
     Raises an EngineError where a peer is missing or leaves.
     """
@@ -38,9 +38,11 @@ def measure_action(transport: Transport) -> float:
     own = meshes.index(transport.mesh)
     program = MeshProgram(tuple(pipeline_program(own, meshes)), MICROBATCHES)
     stages = LocalStages(
-        {own: _Stage(own, len(meshes))}, meshes, [_Edge(source) for source in range(len(meshes) - 1)]
+        {own: _Stage(own, len(meshes)).to(device)},
+        meshes,
+        [_Edge(source) for source in range(len(meshes) - 1)],
     )
-    options = RunOptions(seed=None)
+    options = RunOptions(seed=None, device=device)
     engine = Engine(
         program,
         stages,
@@ -56,11 +58,12 @@ def measure_action(transport: Transport) -> float:
         for step in range(_WARM_UP_STEPS + _MEASURED_STEPS):
             started = time.process_time()
             engine.run_step(step, inputs, targets)
-            taken.append(time.process_time() - started)
+            host_s = engine.host_s
+            taken.append(time.process_time() - started if host_s is None else host_s)
     finally:
         engine.close()
     whole_s = statistics.median(taken[_WARM_UP_STEPS:]) / (2 * MICROBATCHES)
-    return max(0.0, whole_s - _operator_seconds() / 2)
+    return max(0.0, whole_s - _operator_seconds(device) / 2)
 
 
 class _Edge:
@@ -119,13 +122,15 @@ def pipeline_program(index: int, meshes: Sequence[str]) -> Iterator[Instruction]
                 yield Instruction(moves.send, lane, **place, edge=edge, peer=peer, wait=(done,))
 
 
-def _operator_seconds() -> float:
+def _operator_seconds(device: str) -> float:
     """Thread seconds that a profile counts already: forward and backward of such a stage, alone."""
-    stage, taken = _Stage(1, 2), []
+    stage, taken = _Stage(1, 2).to(device), []
     for _ in range(4 * MICROBATCHES):
-        x = torch.zeros(_SHAPE, requires_grad=True)
+        x = torch.zeros(_SHAPE, device=device, requires_grad=True)
         started = time.thread_time()
-        roots = run_forward(stage, [x], device_type="cpu", training=True, autocast_dtype=None).roots(None)
+        roots = run_forward(
+            stage, [x], device_type=torch.device(device).type, training=True, autocast_dtype=None
+        ).roots(None)
         backward(roots, [torch.ones_like(root) for root in roots], [x])
         taken.append(time.thread_time() - started)
     return statistics.median(taken)

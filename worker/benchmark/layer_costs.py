@@ -13,7 +13,6 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from worker.contract.failures import attributed_to
-from worker.contract.profile import LayerCost, LayerEdge, LayerProfile
+from worker.contract.profile import HostCost, LayerCost, LayerEdge, LayerProfile
 from worker.contract.reasons import Reason
 from worker.engine.autograd import WeightBackward, backward, backward_input
 from worker.engine.compile import StageCompiler
@@ -58,8 +57,9 @@ def measure_layers(
     """The profile of `traced` for its example inputs; `target` belongs to them.
 
     Times are medians of up to `repeats` runs after one to warm up, which also counts the bytes that autograd keeps; on
-    CPU they are processor time. The loss counts as a part of the last layer. With `tensor_parallel` each layer runs as
-    on one rank of a tensor-parallel group; with a `compiler` it is compiled.
+    CPU they are processor time, on CUDA those of the device and of the host apart. The loss counts as a part of the last
+    layer. With `tensor_parallel` each layer runs as on one rank of a tensor-parallel group; with a `compiler` it is
+    compiled.
     """
     device = torch.device(device)
 
@@ -161,6 +161,7 @@ class _LayerProfiler:
             norm_sums=batch_norm_collectives(self._builder.operations(index), self._placed.values),
             flops=saved.flops,
             selective_s=times.selective_s,
+            host=times.host,
             selective_bytes=0 if products is None else products.bytes,
             selective_only_bytes=0 if products is None else products.only_bytes,
         )
@@ -484,19 +485,20 @@ def _layer_collectives(run: _LayerRun, probe: TensorParallelProbe) -> tuple[tupl
 
 @dataclass(frozen=True)
 class _LayerTimes:
-    """Medians of the actions of a layer, in seconds."""
+    """Medians of the actions of a layer, in seconds; on CUDA those of the device, and those of the host in `host`."""
 
     forward_s: float
     backward_s: float
     backward_input_s: float
     backward_weight_s: float
     selective_s: float | None = None
+    host: HostCost | None = None
 
 
 def _layer_times(
     run: _LayerRun, device: torch.device, repeats: int, budget_s: float, *, selective: bool
 ) -> _LayerTimes:
-    rounds = []
+    """The times of the actions of a layer; MIN_REPEATS of them, or as many of `repeats` as begin within `budget_s`."""
     actions = (
         run.forward,
         run.backward,
@@ -505,11 +507,28 @@ def _layer_times(
         run.backward_weight,
         *((run.keep_products, run.take_products) if selective else ()),
     )
+    cuda = torch.cuda if device.type == "cuda" else None
+    of_host, of_device = [], []
     started = time.perf_counter()
     for count in range(max(1, repeats)):
         if count >= MIN_REPEATS and time.perf_counter() - started > budget_s:
             break
-        rounds.append([_seconds(action, device) for action in actions])
+        if cuda is None:
+            of_device.append([_thread_seconds(action) for action in actions])
+            continue
+        of_host.append([_host_seconds(action, cuda) for action in actions])
+        ahead = zip(actions, of_host[-1], strict=True)
+        of_device.append([_device_seconds(action, host_s, cuda) for action, host_s in ahead])
+    times = _medians(of_device)
+    if cuda is None:
+        return times
+    host = _medians(of_host)
+    cost = HostCost(host.forward_s, host.backward_input_s, host.backward_weight_s, host.backward_s)
+    return replace(times, host=cost)
+
+
+def _medians(rounds: Sequence[Sequence[float]]) -> _LayerTimes:
+    """The medians of the actions over `rounds`, each with the seconds of the actions of `_layer_times`."""
     forward, whole, again, inputs, weights, *products = (
         statistics.median(times) for times in zip(*rounds, strict=True)
     )
@@ -520,26 +539,37 @@ def _layer_times(
     return replace(times, selective_s=max(0.0, keeping - times.forward_s) + taking)
 
 
-def _seconds(action: Callable[[], None], device: torch.device) -> float:
-    with _clock(device) as read:
-        action()
-    return read()
+def _thread_seconds(action: Callable[[], None]) -> float:
+    """Processor seconds of this thread in `action`: a plan knows which workers share cores."""
+    started = time.thread_time()
+    action()
+    return time.thread_time() - started
 
 
-@contextmanager
-def _clock(device: torch.device) -> Iterator[Callable[[], float]]:
-    if device.type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize(device)
-        start.record()
-        yield lambda: start.elapsed_time(end) / 1e3
-        end.record()
-        torch.cuda.synchronize(device)
-        return
-    # the time of this thread alone: a plan knows which workers share cores
-    times = [time.thread_time()]
-    yield lambda: times[1] - times[0]
-    times.append(time.thread_time())
+def _host_seconds(action: Callable[[], None], cuda: Any) -> float:
+    """Processor seconds in which the host enqueues `action` on an idle device, autograd's threads counted."""
+    cuda.synchronize()
+    started = time.process_time()
+    action()
+    return time.process_time() - started
+
+
+_FASTEST_CLOCK_HZ = 2.5e9
+_HEAD_START, _LEAST_HEAD_START_S, _MOST_HEAD_START_S = 2.0, 1e-4, 0.1
+
+
+def _device_seconds(action: Callable[[], None], host_s: float, cuda: Any) -> float:
+    """Seconds of `action` on the device, which sleeps until the host, for `host_s`, has enqueued all of it: as in a step, in
+    which the host is ahead. `cuda` is torch.cuda unless a test brings its own."""
+    begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
+    cuda.synchronize()
+    sleep_s = min(max(_HEAD_START * host_s, _LEAST_HEAD_START_S), _MOST_HEAD_START_S)
+    cuda._sleep(round(sleep_s * _FASTEST_CLOCK_HZ))
+    begin.record()
+    action()
+    end.record()
+    cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3
 
 
 def _dtype_name(value: Tensor) -> str:

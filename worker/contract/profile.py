@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from worker.contract.codec import OMIT_EMPTY, from_json, to_json
@@ -82,10 +82,26 @@ PROFILE_FORMAT = 10
 
 
 @dataclass(frozen=True, slots=True)
+class HostCost:
+    """Processor seconds in which the host enqueues the actions of one layer on CUDA, for one microbatch."""
+
+    forward_s: float
+    backward_input_s: float
+    backward_weight_s: float
+    backward_s: float
+
+    @property
+    def compute_s(self) -> float:
+        """Forward and backward, this in the way that takes less."""
+        return self.forward_s + min(self.backward_input_s + self.backward_weight_s, self.backward_s)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerCost:
     """Costs of one layer for one microbatch.
 
-    Seconds are those of the device; on CPU of the processor, so that they do not depend on who else used it.
+    Seconds are those of the device; on CPU of the processor, so that they do not depend on who else used it. On CUDA `host`
+    has those of the host, which enqueues the layer while the device computes another: it takes whichever is longer.
     `backward_s` is a backward in one piece, which takes less than its two parts; None: as much.
     `activation_bytes` is what autograd keeps from forward to backward, a saved input among it;
     `weight_stash_bytes` what I keeps for W, gradients among it: it may be more. `cast_bytes` is what
@@ -116,6 +132,7 @@ class LayerCost:
     selective_only_bytes: int = field(default=0, metadata=OMIT_EMPTY)
     sums: tuple[tuple[str, str, int, int], ...] = ()
     norm_sums: tuple[tuple[str, int, int], ...] = field(default=(), metadata=OMIT_EMPTY)
+    host: HostCost | None = field(default=None, metadata=OMIT_EMPTY)
 
     def with_tensor_parallel_sums(self, between: CollectiveCost) -> LayerCost:
         """The cost with `sums` made part of its times, each as long as measured between these ranks."""
@@ -146,9 +163,10 @@ class LayerCost:
 
     @property
     def compute_s(self) -> float:
-        """Forward and backward, this in the way that takes less."""
+        """Forward and backward, this in the way that takes less; of the host where that takes longer."""
         split_s = self.backward_input_s + self.backward_weight_s
-        return self.forward_s + min(split_s, self.whole_backward_s)
+        device_s = self.forward_s + min(split_s, self.whole_backward_s)
+        return device_s if self.host is None else max(device_s, self.host.compute_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,9 +314,23 @@ def mean_profile(profiles: Sequence[LayerProfile]) -> LayerProfile:
 
     times = ("forward_s", "backward_input_s", "backward_weight_s", "backward_s", "selective_s")
     layers = (
-        replace(layer, **{name: mean(i, name) for name in times}) for i, layer in enumerate(first.layers)
+        replace(
+            layer,
+            **{name: mean(i, name) for name in times},
+            host=_mean_host([p.layers[i].host for p in profiles]),
+        )
+        for i, layer in enumerate(first.layers)
     )
     return replace(first, layers=tuple(layers))
+
+
+def _mean_host(costs: Sequence[HostCost | None]) -> HostCost | None:
+    known = [cost for cost in costs if cost is not None]
+    if len(known) < len(costs):
+        return None
+    return HostCost(
+        **{one.name: sum(getattr(cost, one.name) for cost in known) / len(known) for one in fields(HostCost)}
+    )
 
 
 def slowest_profile(profiles: Sequence[LayerProfile]) -> LayerProfile:

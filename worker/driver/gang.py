@@ -41,6 +41,7 @@ from worker.machine.node import (
     WorkerAddress,
     cluster_nodes,
     draining_nodes,
+    end_mps_clients,
     lost_nodes,
     offered_nodes,
 )
@@ -606,6 +607,7 @@ def _kill_processes(process_ids: Sequence[int], grace_s: float) -> list[int]:
     while time.monotonic() < deadline and any(_is_ray_worker(p) for p in process_ids):
         time.sleep(0.05)
     left = [p for p in process_ids if _is_ray_worker(p)]
+    end_mps_clients(left)
     for process_id in left:
         os.kill(process_id, signal.SIGKILL)
     for process_id in process_ids:

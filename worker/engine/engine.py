@@ -373,6 +373,11 @@ class Engine:
         """The parameters that the optimizer updates, by name; their partitions under ZeRO-1."""
         return self._update.updated
 
+    @property
+    def host_s(self) -> float | None:
+        """Processor seconds of the thread that enqueued the last step on CUDA; None where lanes are no streams."""
+        return self._lanes.host_s if isinstance(self._lanes, CudaLanes) else None
+
     def abort(self, reason: str) -> None:
         """End a running step from any thread; its run_step raises AbortedError."""
         self._abort_reason = reason

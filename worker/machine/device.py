@@ -30,6 +30,7 @@ _MIN_HARDWARE_QUEUES, _MAX_HARDWARE_QUEUES = 16, 32
 _STREAMS_BESIDE_LANES = 4  # compute, reduce, that of samples, and CUDA's own
 log = logging.getLogger(__name__)
 
+EXPANDABLE_SEGMENTS = "expandable_segments:True"
 _NOSET_VISIBLE_DEVICES = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 
 
@@ -77,12 +78,24 @@ def choose_device(device: str, assigned: Callable[[], Sequence[str | int]], mesh
                 lanes,
                 "" if queue_count == str(queues) else "; leave it unset",
             )
+        _use_expandable_segments()
         if not torch.cuda.is_available():
             raise RuntimeError(
                 f"the job wants CUDA, but torch {torch.__version__} finds no GPU on {socket.gethostname()} "
                 f"({_cuda_error()}): {_cuda_remedy()}, or set resources.device to cpu"
             )
         torch.cuda.set_device(gpu_index(os.environ, assigned()))
+
+
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def _use_expandable_segments() -> None:
+    """Have torch's allocator grow its segments, as side streams and tensors of many sizes fragment fixed ones; unless the
+    node or the job says how it allocates, or several workers share a GPU (MPS), where that was not tried."""
+    shared = int(os.environ.get("SLOTLINE_WORKERS_PER_GPU", "1")) > 1
+    if not shared and not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
+        os.environ[_ALLOCATOR_VARIABLES[0]] = EXPANDABLE_SEGMENTS
 
 
 def _cuda_error() -> str:

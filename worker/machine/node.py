@@ -1,4 +1,4 @@
-"""The nodes of workers: WorkerAddress, the cluster's nodes as Ray has them, and the processor cores that workers share.
+"""The nodes of workers: WorkerAddress, the cluster's nodes as Ray has them, processor cores, and the clients of MPS.
 
 Needs no torch, so that the driver's gang does not; Ray is imported only when a function is called.
 """
@@ -6,9 +6,12 @@ Needs no torch, so that the driver's gang does not; Ray is imported only when a 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
+import shutil
 import socket
+import subprocess
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+log = logging.getLogger(__name__)
+
 PROCESSOR_SHARE_S = 0.3
+_MPS_CONTROL, _MPS_LIMIT_S = "nvidia-cuda-mps-control", 5.0
 CONNECT_S = 2.0
 _CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
@@ -182,3 +188,30 @@ def own_node_address() -> str:
 
     own = ray.get_runtime_context().get_node_id()
     return next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == own)
+
+
+def end_mps_clients(process_ids: Collection[int]) -> list[int]:
+    """End the work that these processes of this node have on a GPU which they share by CUDA MPS; the clients that MPS was
+    asked to end. A client that is killed while it computes may take the MPS server and all its other clients along
+    (NVIDIA's Multi-Process Service, terminate_client). Nothing to do where no MPS runs."""
+    if shutil.which(_MPS_CONTROL) is None:
+        return []
+    ended = []
+    try:
+        for server in _mps_answer("get_server_list").split():
+            clients = {int(client) for client in _mps_answer(f"get_client_list {server}").split()}
+            for process_id in sorted(clients & {*process_ids}):
+                _mps_answer(f"terminate_client {server} {process_id}")
+                ended.append(process_id)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        log.warning(
+            "the MPS of this node was not asked to end its clients %s: %s", sorted(process_ids), error
+        )
+    return ended
+
+
+def _mps_answer(command: str) -> str:
+    done = subprocess.run(
+        [_MPS_CONTROL], input=f"{command}\n", capture_output=True, text=True, timeout=_MPS_LIMIT_S, check=True
+    )
+    return done.stdout

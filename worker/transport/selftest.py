@@ -28,7 +28,7 @@ SUMMED_DTYPES = (
 )
 _HINT = (
     "the GPUs or NCCL move wrong values: look at `nvidia-smi topo -m`, at the IOMMU (ACS) of the host, and whether it is "
-    "right with NCCL_P2P_DISABLE=1"
+    "right with NCCL_P2P_DISABLE=1, or with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
 )
 
 

@@ -130,9 +130,9 @@ def _stage_specs(cut_problem: CutProblem, stage_starts: Sequence[int]) -> list[S
         problem, mesh = cut_problem.on(index), setup.meshes[cut_problem.mesh_of_stage[index]].name
         part = problem.profile.layers[first:end]
         activation = problem.kept_bytes(first)[end - first - 1]
-        whole_s = action_s + sum(layer.whole_backward_s for layer in part)
-        input_s = action_s + sum(layer.backward_input_s for layer in part)
-        weight_s = action_s + sum(layer.backward_weight_s for layer in part)
+        whole_s = action_seconds(part, "backward_s", action_s)
+        input_s = action_seconds(part, "backward_input_s", action_s)
+        weight_s = action_seconds(part, "backward_weight_s", action_s)
         if index not in receives:  # no gradients of its inputs are needed: all of its backward is W
             input_s, weight_s = 0.0, whole_s
             stash = activation + _output_gradient_bytes(problem, first, end)
@@ -144,7 +144,7 @@ def _stage_specs(cut_problem: CutProblem, stage_starts: Sequence[int]) -> list[S
             StageSpec(
                 name=f"s{index}",
                 mesh=mesh,
-                forward_s=action_s + sum(layer.forward_s for layer in part),
+                forward_s=action_seconds(part, "forward_s", action_s),
                 backward_input_s=input_s,
                 backward_weight_s=weight_s,
                 backward_s=whole_s,
@@ -155,6 +155,27 @@ def _stage_specs(cut_problem: CutProblem, stage_starts: Sequence[int]) -> list[S
             )
         )
     return specs
+
+
+def action_seconds(layers: Sequence[LayerCost], action: str, engine_s: float) -> float:
+    """The seconds of `action` (a time's name in LayerCost) of a stage of these layers, for which the engine takes `engine_s`
+    itself. On CUDA the host enqueues while the device computes: whichever takes longer."""
+    device_s, host_s = device_and_host_seconds(layers, action, engine_s)
+    return device_s if host_s is None else max(device_s, host_s)
+
+
+def device_and_host_seconds(
+    layers: Sequence[LayerCost], action: str, engine_s: float
+) -> tuple[float, float | None]:
+    """The seconds of `action` on the device and on the host, where they were measured apart; else of the processor, which
+    does both, and None."""
+    device_s = sum(
+        layer.whole_backward_s if action == "backward_s" else getattr(layer, action) for layer in layers
+    )
+    hosts = [layer.host for layer in layers if layer.host is not None]
+    if len(hosts) < len(layers):
+        return engine_s + device_s, None
+    return device_s, engine_s + sum(getattr(host, action) for host in hosts)
 
 
 def _may_split(setup: PipelineSetup) -> bool:

@@ -15,7 +15,7 @@ from service.scheduler.job.cut import PipelineSetup, Recompute, layer_ranges
 from service.scheduler.job.heterogeneous import MeshGroups, heterogeneous_profile, uniform_profile
 from service.scheduler.job.joint import JobPlan, JointSearchRequest, longest_update_s, plan_jointly
 from service.scheduler.job.network import CrossMeshAllReduce, NodeLinks, network_per_worker_pair
-from service.scheduler.job.partition import PartitionResult, partition
+from service.scheduler.job.partition import PartitionResult, device_and_host_seconds, partition
 from service.scheduler.job.reduces import plan_gradient_reduces
 from service.scheduler.planner import MeanMakespans, replan
 from service.scheduler.problem.spec import MeshSpec, NetworkSpec, PipelineSpec, SpecError
@@ -178,6 +178,7 @@ def _plan_with_microbatches(
     profile = profiles[planned.partition.spec.microbatches]
     planned = _with_gradient_reduces(job, costs, profile, planned)
     notes = transfer_notes(job, profile, planned.partition)
+    notes += host_notes(profile, planned.partition, costs.action_s)
     if job.pipeline.stages != "auto" or job.pipeline.cut != "auto":
         notes += cut_notes(profile, planned.partition.stage_starts)
     return replace(planned, notes=notes)
@@ -312,6 +313,31 @@ def transfer_notes(job: Job, profile: LayerProfile, found: PartitionResult) -> t
     return (
         f"{len(wide)} of the tensors between meshes, {sum(wide.values()):,} bytes a microbatch, are float32 under "
         f"{job.training.precision}: training.transfers: bf16 halves them and their gradients, and rounds both",
+    )
+
+
+def host_notes(profile: LayerProfile, found: PartitionResult, engine_s: float) -> tuple[str, ...]:
+    """A note on the stages for which the host needs longer to enqueue a microbatch than the device to compute it."""
+    names = [layer.name for layer in profile.layers]
+    ranges = layer_ranges([names.index(name) for name in found.stage_starts], len(names))
+    slower: dict[str, float] = {}
+    for stage, (first, end) in zip(found.spec.stages, ranges, strict=True):
+        times = [
+            device_and_host_seconds(profile.layers[first:end], action, engine_s)
+            for action in ("forward_s", "backward_s")
+        ]
+        if any(host_s is None for _, host_s in times):
+            continue
+        device_s, host_s = (sum(seconds) for seconds in zip(*times, strict=True))
+        if host_s > device_s > 0:
+            slower[stage.name] = host_s / device_s
+    if not slower:
+        return ()
+    worst = max(slower, key=slower.__getitem__)
+    return (
+        f"the host is the limit of {len(slower)} of {len(found.spec.stages)} stages, most of {worst}, whose forward and "
+        f"backward it enqueues in {slower[worst]:.2f} times the time that the device computes: fewer and larger "
+        "microbatches, or training.compile, give the device more to do for each call",
     )
 
 

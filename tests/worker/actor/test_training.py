@@ -197,6 +197,22 @@ def test_optimizers_with_kernels_that_skip_a_step_by_themselves_are_fused_on_cud
         assert chosen(optimizer, {choice: False}, [on_cuda()]) == {}
 
 
+def test_an_optimizer_for_whose_step_the_host_waits_is_noted():
+    """By torch's own mark of optimizers that skip a step themselves, which CPUs have too."""
+
+    def notes(make):
+        return actor_optimizer._waiting_step_notes("mine:Optimizer", make, "cpu")
+
+    (note,) = notes(torch.optim.Adam)
+    assert note.endswith("give optimizer.args fused: true") and "the host waits for the norm" in note
+    assert notes(functools.partial(torch.optim.Adam, fused=True)) == []
+    (note,) = notes(torch.optim.RMSprop)
+    assert note.endswith("torch's Adam, AdamW and SGD do with fused: true")
+    assert notes(lambda parameters: torch.optim.SGD(parameters[1:], lr=0.1)) == [], (
+        "one that none can be made of"
+    )
+
+
 def test_other_optimizers_are_left_as_they_are():
     for optimizer in (torch.optim.RMSprop, torch.optim.Adagrad, lambda parameters: None):
         assert actor_optimizer._fused_flag(optimizer, {}, [on_cuda()]) == {}

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
+from tests.worker.cuda_workers import Watched, WatchedTransport
 from worker.benchmark import engine_overhead as benchmark_engine
 from worker.benchmark.engine_overhead import MICROBATCHES, measure_action, pipeline_program
 from worker.engine.engine import Engine
+from worker.engine.lanes import cuda as cuda_lanes
 from worker.transport.base import ConnectError, Topology
 from worker.transport.gloo import GlooTransport
 from worker.transport.rendezvous import host_store
@@ -97,6 +101,29 @@ def test_one_mesh_alone_is_measured_without_transfers(stores):
     (seconds,) = measured(stores, 1)
     assert 0.0 <= seconds < 1.0
     assert {i.op for i in pipeline_program(0, ["m0"])} == {"F", "B"}
+
+
+def test_on_streams_it_is_the_time_of_the_thread_that_enqueues(stores, monkeypatch):
+    """Whatever the device and NCCL's threads take meanwhile: the process's own clock is not asked."""
+    clock, send = ThreadClock(), WatchedTransport.send
+
+    def burning(transport, *arguments):
+        clock.burnt += 1e-3
+        send(transport, *arguments)
+
+    still = SimpleNamespace(process_time=lambda: 0.0, thread_time=lambda: 0.0)
+    monkeypatch.setattr(benchmark_engine, "time", still)
+    monkeypatch.setattr(
+        cuda_lanes, "time", SimpleNamespace(thread_time=clock.thread_time, monotonic=time.monotonic)
+    )
+    monkeypatch.setattr(WatchedTransport, "send", burning)
+    watched, topology = Watched(monkeypatch), Topology(("m0", "m1"))
+    stores.append(store := host_store("127.0.0.1"))
+    made = [watched.transport(topology, mesh, 0, store.port) for mesh in topology.meshes]
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(measure_action, made))
+    assert found == pytest.approx([MICROBATCHES * 1e-3 / (2 * MICROBATCHES)] * 2)
+    watched.check()
 
 
 def test_a_mesh_that_does_not_come_is_named(stores):

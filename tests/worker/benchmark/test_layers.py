@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from worker.benchmark import layer_costs
 from worker.benchmark.layer_costs import count_flops, measure_layers
 from worker.contract.profile import LayerProfile
 from worker.driver.metrics import step_flops, total_peak_flops
@@ -142,3 +143,63 @@ def test_the_peak_of_a_job_is_that_of_its_gpus():
     assert total_peak_flops([1e12, 3e12], 1) == 4e12
     assert total_peak_flops([1e12] * 4, 2) == 2e12, "two workers share each GPU"
     assert total_peak_flops([1e12, None], 1) is None and total_peak_flops([], 1) is None
+
+
+class SimulatedCuda:
+    """A device and a host on one clock: calls of an action take the host `call_s` each, and the device `kernel_s` behind
+    what is enqueued already."""
+
+    def __init__(self):
+        self.host_s = self.device_s = 0.0
+
+    def run(self, calls, call_s, kernel_s):
+        for _ in range(calls):
+            self.host_s += call_s
+            self.device_s = max(self.device_s, self.host_s) + kernel_s
+
+    def synchronize(self):
+        self.host_s = self.device_s = max(self.host_s, self.device_s)
+
+    def _sleep(self, cycles):
+        self.device_s = max(self.device_s, self.host_s) + cycles / 1.5e9
+
+    def Event(self, enable_timing):
+        return SimulatedEvent(self)
+
+    def process_time(self):
+        return self.host_s
+
+
+class SimulatedEvent:
+    def __init__(self, cuda):
+        self._cuda = cuda
+
+    def record(self):
+        self.at_s = max(self._cuda.device_s, self._cuda.host_s)
+
+    def elapsed_time(self, end):
+        return 1e3 * (end.at_s - self.at_s)
+
+
+@pytest.mark.parametrize(("call_s", "kernel_s"), [(130e-6, 20e-6), (7e-6, 300e-6)])
+def test_on_cuda_the_device_and_the_host_are_timed_apart(monkeypatch, call_s, kernel_s):
+    """Of a device that waits for the host the events around an action tell the host's time."""
+    cuda = SimulatedCuda()
+    monkeypatch.setattr(layer_costs.torch, "cuda", cuda)
+    monkeypatch.setattr(layer_costs.time, "process_time", cuda.process_time)
+    calls = {"forward": 11, "backward": 23, "backward_input": 17, "backward_weight": 9}
+    run = SimpleNamespace(
+        **{name: lambda n=count: cuda.run(n, call_s, kernel_s) for name, count in calls.items()}
+    )
+    times = layer_costs._layer_times(run, torch.device("cuda"), 5, 60.0, selective=False)
+    for name, count in calls.items():
+        assert getattr(times, f"{name}_s") == pytest.approx(count * kernel_s)
+        assert getattr(times.host, f"{name}_s") == pytest.approx(count * call_s)
+
+
+def test_on_a_processor_nothing_is_timed_apart():
+    found = profile(Blocks(False), torch.randn(5, 8), target=torch.randn(5, 4), loss=functional.mse_loss)
+    assert all(layer.host is None for layer in found.layers)
+    assert not any("host" in layer for layer in found.to_json()["layers"]), (
+        "an older reader knows no such field"
+    )

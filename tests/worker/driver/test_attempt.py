@@ -20,6 +20,7 @@ from tests.worker.driver.test_replanning import poor_answer
 from worker.checkpoint import format as checkpoint_format
 from worker.data.sampler import collate
 from worker.driver.limits import Limits
+from worker.engine import compile as stage_compile
 from worker.examples.text import ByteWindows
 from worker.model.factory import build_model
 
@@ -133,7 +134,7 @@ def test_an_attempt_on_meshes_of_unlike_sizes_has_the_losses_of_the_plain_loop(t
 
 @pytest.mark.slow
 def test_an_attempt_whose_compiler_gets_no_time_trains_as_traced_and_says_which_stage_does(monkeypatch):
-    monkeypatch.setattr(compile, "COMPILE_LIMIT_S", 0.01)
+    monkeypatch.setattr(stage_compile, "COMPILE_LIMIT_S", 0.01)
     spec = job(stages=1, meshes=1)
     losses, _ = plain(spec, range(1, 3))
     spec["training"] |= {"steps": 2, "compile": True}
@@ -345,7 +346,7 @@ def test_an_attempt_that_begins_with_a_poor_order_swaps_it_and_has_the_losses_of
     told = [
         event for report in plane.reports for event in report["events"] if event["kind"] == "plan_swapped"
     ]
-    assert f"from step {swapped[0]['since_step']} on" in told[0]["message"]
+    assert f"from step {swapped[-1]['since_step']} on" in told[-1]["message"]
     poor = plane.plan_answers[0]["plan"]
     assert swapped[0]["plan"]["plan"]["programs"] != poor["programs"]
     assert [step["step"] for step in plane.steps] == list(range(1, 41))

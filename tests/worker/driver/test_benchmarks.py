@@ -184,14 +184,41 @@ def test_one_mesh_has_no_links(clock):
     assert found.network(loops=True, skips=True)["links"] == [] and not gang.measured and not events
 
 
-def test_the_engines_own_time_is_the_mean_over_the_meshes_and_nothing_on_accelerators(clock):
-    gang = Gang(["a", "a", "b"])
-    for worker, seconds in zip(gang.workers, (1e-4, 2e-4, 6e-4), strict=True):
-        worker.answers["measure_action"] = lambda seconds=seconds, **_: seconds
-    found, _ = costs(gang, Control())
-    assert found.action_s() == pytest.approx(3e-4)
+def acting(nodes, measured):
+    """A gang whose workers take these seconds for an action; each of them is asked once where it is measured."""
+    gang, asked = Gang(nodes), []
+    for worker, seconds in zip(gang.workers, measured, strict=True):
+        worker.answers["measure_action"] = lambda seconds=seconds, **_: asked.append(seconds) or seconds
+    return gang, asked
+
+
+def test_the_engines_own_time_is_the_mean_over_the_meshes_and_kept_for_the_nodes_of_accelerators(clock):
+    control, measured = Control(), (1e-4, 2e-4, 6e-4)
+    for device, times in (("cpu", 2), ("cuda", 1)):
+        asked = []
+        for _ in range(2):
+            gang, own = acting(["a", "a", "b"], measured)
+            found, _ = costs(gang, control)
+            found._device = device
+            assert found.action_s() == pytest.approx(3e-4)
+            asked += own
+        assert asked == [*measured] * times
+    gang, asked = acting(["a", "c", "b"], measured)
+    found, _ = costs(gang, control)
     found._device = "cuda"
-    assert found.action_s() == 0.0
+    assert found.action_s() == pytest.approx(3e-4) and asked, "another node has other processors"
+
+
+@pytest.mark.parametrize(
+    "kept", [{"format": 0, "seconds": 5e-4}, {"format": 1, "seconds": -1.0}, {"format": 1}]
+)
+def test_kept_seconds_of_an_action_that_are_of_no_use_are_measured_again(clock, kept):
+    control = Control()
+    gang, asked = acting(["a"], (1e-4,))
+    found, _ = costs(gang, control)
+    found._device = "cuda"
+    control.store_profile(found._action_key(), kept)
+    assert found.action_s() == 1e-4 and asked
 
 
 def slots_of_step(seconds, microbatches=4):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from worker.contract.profile import LayerCost, LayerProfile, mean_profile, slowest_profile
+from worker.contract.profile import HostCost, LayerCost, LayerProfile, mean_profile, slowest_profile
 
 
 def profile(*forward_s: float) -> LayerProfile:
@@ -32,3 +32,17 @@ def test_of_several_kinds_the_slowest_is_planned_with_and_the_largest_correction
     assert found == replace(slow, activation_factor=1.5)
     with pytest.raises(ValueError, match="different layers"):
         slowest_profile([quick, profile(1.0)])
+
+
+def test_the_hosts_of_several_workers_have_their_mean_too_where_all_were_measured():
+    one, other = (
+        replace(found, layers=tuple(replace(layer, host=HostCost(*times)) for layer in found.layers))
+        for found, times in (
+            (profile(1.0, 2.0), (0.25, 0.5, 0.75, 1.0)),
+            (profile(3.0, 6.0), (0.75, 1.0, 1.75, 5.0)),
+        )
+    )
+    mean = mean_profile([one, other])
+    assert {layer.host for layer in mean.layers} == {HostCost(0.5, 0.75, 1.25, 3.0)}
+    assert LayerProfile.from_json(mean.to_json()) == mean
+    assert {layer.host for layer in mean_profile([one, profile(1.0, 2.0)]).layers} == {None}

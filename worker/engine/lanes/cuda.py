@@ -61,6 +61,8 @@ class CudaLanes:
         self._seen_ended = dict.fromkeys(self._indices, 0)
         self._finished = [cuda.Event(blocking=True) for _ in self._streams]
         self._step_start_s = 0.0
+        self.host_s = 0.0
+        """Processor seconds of the thread that enqueued the last step; autograd enqueues backwards in threads of its own."""
         self._enqueued = 0
         self._inside_since_s: float | None = None
         self._running = False
@@ -160,7 +162,9 @@ class CudaLanes:
             self._cuda.set_device(self._device)
         while self._starts.get():
             try:
+                began_s = time.thread_time()
                 self._enqueue()
+                self.host_s = time.thread_time() - began_s
                 for event, stream in zip(self._finished, self._streams.values(), strict=True):
                     event.record(stream)
                 for event in self._finished:

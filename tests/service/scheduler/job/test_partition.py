@@ -13,11 +13,12 @@ from torch import nn
 from service.scheduler.job.cut import PipelineSetup
 from service.scheduler.job.joint import JointSearchRequest, plan_jointly
 from service.scheduler.job.partition import partition, place_stages
+from service.scheduler.job.plan_job import host_notes
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import MeshSpec, NetworkSpec, SpecError, check_spec
 from tests.tiers import some_by_day
 from worker.benchmark.layer_costs import measure_layers
-from worker.contract.profile import CutError, LayerCost, LayerEdge, LayerProfile, OptimizerState
+from worker.contract.profile import CutError, HostCost, LayerCost, LayerEdge, LayerProfile, OptimizerState
 from worker.examples import gpt, unet
 from worker.model.export import trace
 
@@ -391,6 +392,49 @@ def test_every_action_of_every_stage_takes_what_the_engine_takes_besides_its_lay
     times = ("forward_s", "backward_input_s", "backward_weight_s", "backward_s")
     more = [[getattr(b, t) - getattr(a, t) for t in times] for a, b in zip(plain, slower, strict=True)]
     assert more == [[0.25, 0.0, 0.25, 0.25], [0.25] * 4]  # the first stage has no I
+
+
+def with_hosts(profile, hosts):
+    """The profile of a GPU, whose host takes these seconds for (forward, backward input, backward weight, backward)."""
+    layers = [
+        replace(layer, host=HostCost(*seconds)) for layer, seconds in zip(profile.layers, hosts, strict=True)
+    ]
+    return replace(profile, layers=tuple(layers), device_type="cuda")
+
+
+def test_an_action_takes_as_long_as_the_device_or_the_host_whichever_is_slower():
+    """The host is ahead within a stage: a layer that it feeds late is made up for by one that the device takes long for."""
+    profile = with_hosts(
+        chain([(1, 2, 3), (7, 2, 3), (1, 4, 5)]), [(3, 1, 1, 1.5), (2, 1, 1, 1.5), (4, 4.5, 2, 9.5)]
+    )
+    found = partition(
+        profile,
+        PipelineSetup(meshes(2), fast(), action_s=0.25),
+        stages=2,
+        cut=["l0", "l2"],
+        microbatches=2,
+    )
+    first, second = found.spec.stages
+    assert first.forward_s == 8, "of the device; the host takes 5.25"
+    assert (first.backward_s, second.backward_weight_s) == (10, 5)
+    assert (second.forward_s, second.backward_input_s, second.backward_s) == (4.25, 4.75, 9.75)
+    (note,) = host_notes(profile, found, 0.25)
+    assert "the limit of 1 of 2 stages, most of s1, " in note and " in 1.40 times the time" in note
+    assert host_notes(with_hosts(chain([(1, 2, 3)]), [(1, 2, 3, 4)]), one_stage(), 0.0) == ()
+    assert host_notes(chain([(1, 2, 3)]), one_stage(), 9.0) == (), "a processor does both"
+
+
+def one_stage():
+    return partition(
+        chain([(1, 2, 3)]), PipelineSetup(meshes(1), fast()), stages=1, cut=["l0"], microbatches=2
+    )
+
+
+def test_a_cut_balances_what_the_host_enqueues_where_that_is_the_limit():
+    """Of four layers alike on the device the first takes the host three times as long as the others."""
+    profile = with_hosts(chain([(1, 1, 1)] * 4), [(9, 9, 9, 18), *[(3, 3, 3, 6)] * 3])
+    found = partition(profile, PipelineSetup(meshes(2), fast()), stages=2, cut="auto", microbatches=4)
+    assert found.stage_starts == ["l0", "l1"]
 
 
 def test_what_is_kept_for_w_counts_the_gradients_beside_the_weights_inputs():

@@ -134,3 +134,28 @@ def test_a_width_of_nccl_that_is_no_number_is_named(monkeypatch):
     monkeypatch.setenv("SLOTLINE_NCCL_MAX_CTAS", "wide")
     with pytest.raises(ValueError, match="SLOTLINE_NCCL_MAX_CTAS is 'wide'"):
         make("cuda")
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, "backend:cudaMallocAsync"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, None),
+        ({"SLOTLINE_WORKERS_PER_GPU": "2"}, None),
+    ],
+)
+def test_segments_grow_unless_somebody_says_how_to_allocate_or_workers_share_a_gpu(monkeypatch, given, used):
+    """The allocator reads its settings when CUDA is used first."""
+    seen = []
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "SLOTLINE_WORKERS_PER_GPU"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(
+        torch.cuda, "is_available", lambda: seen.append(os.environ.get("PYTORCH_CUDA_ALLOC_CONF")) or True
+    )
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    choose_device("cuda", lambda: [0])
+    assert seen == [used]
