@@ -129,6 +129,26 @@ def test_a_group_may_leave_its_drivers_lines_in_files(chart: Chart):
     assert variables(container_of(nodes["gpu"]))["SLOTLINE_LOG_COPY_TO"] == "/proc/1/fd/1"
 
 
+@pytest.mark.parametrize(
+    ("given", "seconds"), [({}, 120), ({"drainSeconds": 47}, 47), ({"drainSeconds": 0}, None)]
+)
+def test_a_workers_pod_is_drained_before_it_ends_and_has_the_time_for_that(
+    chart: Chart, given: dict[str, Any], seconds: int | None
+):
+    """Kubernetes counts the hook's seconds among those of the grace; the head has no workers to move."""
+    pods = nodes_of(rendered(chart, created(workerGroups=[group(**given)])))
+    head, worker = pods.pop("head"), next(iter(pods.values()))
+    assert "lifecycle" not in container_of(head) and "terminationGracePeriodSeconds" not in head["spec"]
+    if seconds is None:
+        assert (
+            "lifecycle" not in container_of(worker) and "terminationGracePeriodSeconds" not in worker["spec"]
+        )
+        return
+    hook = container_of(worker)["lifecycle"]["preStop"]["exec"]["command"]
+    assert hook == ["env", f"SLOTLINE_DRAIN_S={seconds}", "python", "-m", "worker.tasks", "drain"]
+    assert worker["spec"]["terminationGracePeriodSeconds"] == seconds + 30
+
+
 def test_each_ray_node_has_the_name_of_its_kubernetes_node_as_a_label(chart: Chart):
     """Kubernetes replaces references to variables that stand before, and only these."""
     for node in nodes_of(rendered(chart, created())).values():

@@ -378,8 +378,8 @@ class Gang:
                         deadline = time.monotonic() + CAUSE_GRACE_S
                     index = self._index(error, refs.index(ref))
                     failures.append((index, call_failure(error, self.name(index), what)))
+            self._drains.poll()  # also where all have answered at once: steps may be short
             if waiting:
-                self._drains.poll()
                 self.raise_if_interrupted(phase)
             if waiting and time.monotonic() > deadline:
                 if failures:

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from worker.contract.job import is_placement_group_name
+
 log = logging.getLogger(__name__)
 
 PROCESSOR_SHARE_S = 0.3
@@ -95,6 +97,38 @@ def draining_nodes() -> dict[str, float]:
 
     deadlines = ray._private.state.state.get_draining_nodes()
     return {node_id: at_ms / 1000 if at_ms > 0 else math.inf for node_id, at_ms in deadlines.items()}
+
+
+def own_node_id() -> str:
+    """Ray's id of the node to which this process is connected."""
+    import ray
+
+    return ray.get_runtime_context().get_node_id()
+
+
+def drain_node(node_id: str, within_s: float, why: str) -> None:
+    """Tell Ray that a node will be gone in `within_s` seconds, as `ray drain-node` does. RuntimeError where Ray refuses."""
+    import ray
+    from ray.core.generated import autoscaler_pb2
+
+    client = ray._raylet.GcsClient(address=ray.get_runtime_context().gcs_address)
+    reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    is_accepted, refusal = client.drain_node(node_id, reason, why, int((time.time() + within_s) * 1000))
+    if not is_accepted:
+        raise RuntimeError(f"Ray does not drain node {node_id}: {refusal}")
+
+
+def attempts_on_node(node_id: str) -> list[str]:
+    """The placement groups of attempts with accelerators on a node."""
+    import ray
+
+    return [
+        group["name"]
+        for group in ray.util.placement_group_table().values()
+        if is_placement_group_name(group["name"])
+        and group["state"] != "REMOVED"
+        and node_id in group["bundles_to_node_id"].values()
+    ]
 
 
 def lost_nodes(node_ids: Iterable[str]) -> dict[str, tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Runs one task, `python -m worker.tasks check|profile|export|remove|scale|verify`; the process exits with its status."""
+"""Runs one task, `python -m worker.tasks check|drain|export|profile|remove|scale|verify`; exits with its status."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 
 TASKS = {
     "check": "check",
+    "drain": "drain",
     "profile": "profile",
     "export": "export_weights",
     "remove": "remove",

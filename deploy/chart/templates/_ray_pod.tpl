@@ -81,6 +81,7 @@ may refer to those before it. Ray has the label from the environment, as KubeRay
 {{- fail (printf "ray.cluster: %s has sharedMemory of %v within a memory limit of %v: what lies there counts as the container's memory, so lower one or raise the other" (default "head" $group.name) $group.sharedMemory .) -}}
 {{- end -}}
 {{- end -}}
+{{- $drain := ternary 0 (int (ternary $group.drainSeconds 120 (hasKey $group "drainSeconds"))) .head -}}
 {{- $scratch := default "10Gi" $group.scratch -}}
 {{- $requests := default (dict) $resources.requests -}}
 {{- if not (or (hasKey $requests "ephemeral-storage") (hasKey (default (dict) $resources.limits) "ephemeral-storage")) -}}
@@ -98,6 +99,9 @@ spec:
   {{- /* Ray's autoscaler asks Kubernetes for pods, with the token of the head's account. */}}
   automountServiceAccountToken: {{ if $autoscaler }}true{{ else }}false{{ end }}
   securityContext: {{- toYaml $podSecurity | nindent 4 }}
+  {{- if $drain }}
+  terminationGracePeriodSeconds: {{ add $drain 30 }}
+  {{- end }}
   {{- if $group.hostNetwork }}
   hostNetwork: true
   dnsPolicy: ClusterFirstWithHostNet
@@ -133,6 +137,12 @@ spec:
         timeoutSeconds: 10
         failureThreshold: {{ ternary 12 3 (eq $probe "livenessProbe") }}
       {{- end }}
+      {{- end }}
+      {{- if $drain }}
+      {{- /* Before Ray is told to end: attempts save and go on elsewhere, whatever ends the pod. */}}
+      lifecycle:
+        preStop:
+          exec: {command: [env, SLOTLINE_DRAIN_S={{ $drain }}, python, -m, worker.tasks, drain]}
       {{- end }}
       resources: {{- toYaml $resources | nindent 8 }}
       securityContext: {{- toYaml $security | nindent 8 }}

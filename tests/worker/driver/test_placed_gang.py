@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -252,6 +253,16 @@ def test_a_head_that_does_not_say_which_nodes_it_drains_keeps_nobody_waiting(mon
     assert reports.get(timeout=LIMIT_S) == {"id-1": 12.0}
     drains.read()
     assert reports.empty() and drains.nodes == {"id-1": 12.0}, "told once"
+
+
+def test_drains_are_looked_for_however_soon_all_workers_answer(monkeypatch):
+    """The steps of a small model are over before the first look: its node was drained unseen."""
+    gang, asked = make_gang([1, 1], lambda nodes: None), []
+    gang._drains = SimpleNamespace(poll=lambda: asked.append(True))
+    at_once = SimpleNamespace(wait=lambda refs, **_: (refs, []), get=lambda ref: ref)
+    monkeypatch.setattr(gang_module, "ray", at_once)
+    assert gang.wait([3, 4], phase=Phase.STEP, what="step 1") == [3, 4]
+    assert asked
 
 
 def test_a_failed_accelerator_is_told_with_its_node():
