@@ -24,6 +24,7 @@ from service.cli.output import (
     JobArgument,
     JsonOption,
     borderless_table,
+    err,
     models_to_json,
     out,
     pattern_callback,
@@ -31,6 +32,7 @@ from service.cli.output import (
 )
 from service.cli.serve import settings_or_fail
 from service.client.client import Client
+from service.client.login import DeviceLogin, LoginError, LoginFile
 from service.schemas.admin import NewToken, TokenView
 from service.spec.names import NAME_PATTERN
 from service.spec.principals import Role
@@ -66,8 +68,45 @@ def notifications(job: JobArgument, as_json: JsonOption = False) -> None:
 
 
 @app.command()
+def login(
+    client_id: Annotated[
+        str | None,
+        typer.Option(help="The provider's client; by default the audience that the server asks for"),
+    ] = None,
+) -> None:
+    """Log in at the server's identity provider, in any browser; commands and scripts of this user then need no token."""
+    client = Client(token="")
+    issuer = client.version().login
+    if issuer is None:
+        raise CliError(f"{client.url} has no identity provider: ask for a token, and set SLOTLINE_API_TOKEN")
+    if client_id is not None:
+        issuer = issuer.model_copy(update={"client_id": client_id})
+    try:
+        device = DeviceLogin(issuer)
+        code = device.begin()
+        err.print(
+            f"open {code.complete_uri or code.uri} and confirm the code {code.user_code}", soft_wrap=True
+        )
+        LoginFile().keep(client.url, device.wait(code))
+    except LoginError as error:
+        raise CliError(str(error)) from None
+    whoami()
+
+
+@app.command()
+def logout() -> None:
+    """Forget the login at this server."""
+    client = Client(token="")
+    try:
+        forgotten = LoginFile().forget(client.url)
+    except LoginError as error:
+        raise CliError(str(error)) from None
+    print(f"logged out of {client.url}" if forgotten else f"nobody is logged in at {client.url}")
+
+
+@app.command()
 def whoami(as_json: JsonOption = False) -> None:
-    """The name and the role of the token in SLOTLINE_API_TOKEN."""
+    """The name and the role of the token in SLOTLINE_API_TOKEN, or of the login."""
     me = Client().whoami()
     if as_json:
         print_json(me.model_dump(mode="json"))

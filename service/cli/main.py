@@ -55,7 +55,7 @@ VERBS_OF = {
     "nodes": ("nodes",),
     "why": ("why", "postmortem"),
     "artifacts": ("checkpoints", "export", "artifacts", "usage"),
-    "admin": ("notifications", "whoami", "audit", "quota"),
+    "admin": ("notifications", "login", "logout", "whoami", "audit", "quota"),
     "plan": ("plan", "reshard"),
     "local.check": ("init", "check", "schema"),
     "local.verify": ("verify",),

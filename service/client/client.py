@@ -29,6 +29,7 @@ import httpx
 from pydantic import BaseModel, PrivateAttr, ValidationError
 
 from service.client.job_spec import code_folder, largest_files, with_import_paths, zip_folder
+from service.client.login import LoginAuth, LoginError, LoginFile
 from service.schemas.activity import (
     EvaluationPage,
     EvaluationView,
@@ -170,26 +171,40 @@ class ApiError(ClientError):
 
 
 class Client:
-    """Calls to the server at `url` (SLOTLINE_URL), with `token` (SLOTLINE_API_TOKEN); a context that closes itself.
+    """Calls to the server at `url` (SLOTLINE_URL), with `token` (SLOTLINE_API_TOKEN, else that of `slotline login`); a
+    context that closes itself.
 
     Every call raises ApiError for the server's refusals and UnreachableError where none answers.
     """
 
     def __init__(self, url: str | None = None, *, token: str | None = None, timeout_s: float = 60.0) -> None:
         self.url = (url or os.environ.get("SLOTLINE_URL") or DEFAULT_URL).rstrip("/")
+        logs_in = token is None and not os.environ.get("SLOTLINE_API_TOKEN", "").strip()
         token = (os.environ.get("SLOTLINE_API_TOKEN", "") if token is None else token).strip()
         if not re.fullmatch(r"[\x21-\x7e]*", token):
             raise ClientError("SLOTLINE_API_TOKEN holds characters that no token has: copy it again")
         headers = {"Authorization": f"Bearer {token}"} if token else {}
+        auth = self._stored_login() if logs_in else None
         try:
             through_proxies = not is_loopback(httpx.URL(self.url).host)  # a proxy's localhost is not ours
             self._http = httpx.Client(
-                base_url=self.url, headers=headers, timeout=timeout_s, trust_env=through_proxies
+                base_url=self.url, headers=headers, auth=auth, timeout=timeout_s, trust_env=through_proxies
             )
         except httpx.InvalidURL as error:
             raise ClientError(
                 f"SLOTLINE_URL {self.url!r} is no address ({error}): write http://host:port"
             ) from None
+
+    def _stored_login(self) -> LoginAuth | None:
+        """What sends the token of the user's login at this server; None where nobody is logged in."""
+        try:
+            file = LoginFile()
+            login = file.find(self.url)
+        except LoginError as error:
+            raise ClientError(str(error)) from None
+        except RuntimeError:  # a process without a home
+            return None
+        return None if login is None else LoginAuth(self.url, file, login)
 
     def close(self) -> None:
         self._http.close()
@@ -621,6 +636,8 @@ class Client:
                         if event == "end":
                             return
                         yield model.model_validate_json(data)
+            except LoginError as error:
+                raise ClientError(str(error)) from None
             except httpx.HTTPError as error:
                 if seen_at is None or time.monotonic() - seen_at > SERVER_AWAY_LIMIT_S:
                     raise self._unreachable(error) from None
@@ -646,6 +663,8 @@ class Client:
     def _call(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
         try:
             response = self._http.request(method, path, **kwargs)
+        except LoginError as error:
+            raise ClientError(str(error)) from None
         except httpx.HTTPError as error:
             raise self._unreachable(error) from None
         if not response.is_success:

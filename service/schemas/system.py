@@ -10,9 +10,17 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 
+class LoginIssuer(BaseModel):
+    """The identity provider of the server, and the client of it as which users log in (`slotline login`)."""
+
+    issuer: str
+    client_id: str
+
+
 class Version(BaseModel):
     version: str
     api: Literal["v1"]
+    login: LoginIssuer | None = None
 
 
 class Health(BaseModel):

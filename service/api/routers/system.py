@@ -15,7 +15,7 @@ from service.api.errors import responses
 from service.api.metrics import scrape
 from service.jobs.problems import ProblemError
 from service.jobs.service import Service
-from service.schemas.system import Health, Readiness, Version
+from service.schemas.system import Health, LoginIssuer, Readiness, Version
 
 router = APIRouter(tags=["system"])
 _READY_LIMIT_S = 5.0
@@ -37,9 +37,11 @@ async def read_readiness(service: CurrentService) -> Readiness:
 
 
 @router.get("/api/v1/version")
-async def read_version() -> Version:
-    """The version of Slotline and of the API."""
-    return Version(version=version("slotline"), api="v1")
+async def read_version(service: CurrentService) -> Version:
+    """The version of Slotline and of the API, and where users log in."""
+    issuer, client_id = service.settings.oidc_issuer, service.settings.oidc_audience
+    login = LoginIssuer(issuer=issuer, client_id=client_id) if issuer and client_id else None
+    return Version(version=version("slotline"), api="v1", login=login)
 
 
 @router.get("/metrics", include_in_schema=False)

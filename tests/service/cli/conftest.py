@@ -38,10 +38,11 @@ def served(tmp_path: Path) -> Iterator[Served]:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request) -> Run:
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request, tmp_path: Path) -> Run:
     """Runs the command in this process; against `served` where a test has it."""
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.delenv("SLOTLINE_API_TOKEN", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     if "served" in request.fixturenames:
         monkeypatch.setenv("SLOTLINE_URL", request.getfixturevalue("served").url)
 
