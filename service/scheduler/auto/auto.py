@@ -406,7 +406,7 @@ def _search_tighter_limits(
     """
     problem = best.problem
     peaks = [peak_activation(problem, lane)[0] for lane in best.lanes]
-    microbatch = [int(problem.activation[problem.mesh_of_stage == p].sum()) for p in range(problem.meshes)]
+    microbatch = problem.most_activation_of_mesh.tolist()
     slack = TransferSlack(best)
     least, most = (
         0,
@@ -453,7 +453,7 @@ def _no_plan_message(problem: Problem) -> str:
         found = search(free, [], budget_s=0.0)
     for index, mesh in enumerate(problem.spec.meshes):
         # one microbatch at a time holds every stage's activation once
-        enough = int(problem.activation[problem.mesh_of_stage == index].sum() + problem.workspace[index])
+        enough = int(problem.most_activation_of_mesh[index] + problem.workspace[index])
         limit = mesh.activation_limit_bytes
         if found is None and limit is not None and limit < enough:
             changes.append(f"raise activation_limit_bytes of mesh {mesh.name!r} from {limit} to {enough}")

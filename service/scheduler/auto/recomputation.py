@@ -184,7 +184,7 @@ def fuse_costly_splits(problem: Problem) -> Problem:
     Where its mesh has no limit there is no room to make.
     """
     limited = problem.activation_capacity[problem.mesh_of_stage] >= 0
-    whole = (problem.whole_stash > problem.activation) & limited
+    whole = problem.stages_that_stash_more & limited
     return problem.with_fused(problem.fused | whole[:, None]) if whole.any() else problem
 
 
