@@ -496,7 +496,7 @@ def _check_costs_within(
     place: str, costs: StageCosts | EdgeCosts, name: str, most: StageSpec | EdgeSpec
 ) -> None:
     """A bucket says the same fields as the stage or edge itself, and no more in any of them."""
-    for field, value in dict(costs).items():
+    for field, value in vars(costs).items():
         limit = getattr(most, field)
         if (value is None) != (limit is None):
             raise SpecError(
@@ -531,10 +531,10 @@ def _bucket_spec(spec: PipelineSpec, index: int) -> PipelineSpec:
     """The spec in which every microbatch is of one bucket."""
     bucket = spec.length_buckets[index]
     stages = [
-        stage.model_copy(update=dict(costs)) for stage, costs in zip(spec.stages, bucket.stages, strict=True)
+        stage.model_copy(update=vars(costs)) for stage, costs in zip(spec.stages, bucket.stages, strict=True)
     ]
     edges = [
-        edge.model_copy(update=dict(costs)) for edge, costs in zip(spec.edges, bucket.edges, strict=True)
+        edge.model_copy(update=vars(costs)) for edge, costs in zip(spec.edges, bucket.edges, strict=True)
     ]
     return spec.model_copy(update={"stages": stages, "edges": edges, "length_buckets": [], "bucket_of": None})
 

@@ -7,6 +7,7 @@ Deterministic: budgets count runs and the solver's deterministic time. A deadlin
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -47,7 +48,9 @@ _TABU_TASKS_PER_SECOND = 50_000_000  # tasks times iterations of one thread
 _SOLVER_TIME_PER_SECOND = 0.15  # CP-SAT's deterministic time on a whole problem,
 _WINDOW_SOLVER_TIME_PER_SECOND = 0.12  # and on parts, where more of it goes into building models
 _MAX_DELAYED_PLANS = 4  # plans of rules that are too full, with forwards that wait for memory
-_RULES_FOR_EACH_ORDER = 6  # how many of the best rules run with each other order of microbatches
+_RULES_FOR_EACH_ORDER = 6  # how many of the best rules run with each other order of microbatches,
+_LIMITED_RULES_FOR_EACH_ORDER = 2  # and within memory that buffers share
+_CONSTRUCTIVE_ORDER_CHANGES = 100  # of the orders of a constructive plan
 _RULES_FROM_SHORT_STEP = 4  # how many rules that a short step says are good
 _UNCOUNTED_SHARE = 0.1  # of the budget: what constructive plans may take beside it
 _MODEL_S_PER_LITERAL = (
@@ -247,12 +250,23 @@ class _Search:
             if self.best is not None and self.done:
                 return
             ranked.append((self._try_rule(rule), number, rule))
-        ranked.sort(key=lambda item: item[:2])
-        for order in candidate_orders(self.problem)[1:]:
-            for _, _, rule in ranked[:_RULES_FOR_EACH_ORDER]:
-                if self.best is not None and self.done:
-                    return
+        if not self.problem.interchangeable and not (self.best is not None and self.done):
+            ranked.sort(key=lambda item: item[:2])
+            self._try_orders([rule for _, _, rule in ranked[:_RULES_FOR_EACH_ORDER]])
+
+    def _try_orders(self, rules: list[priority_rules.Rule]) -> None:
+        """Other orders of microbatches that differ, with the best rules; then changes of the best of these orders."""
+        orders = candidate_orders(self.problem)
+        if self._limited:  # which rules fit is seen only here
+            for order, rule in itertools.product(orders[1:], rules[:_LIMITED_RULES_FOR_EACH_ORDER]):
                 self._try_rule(replace(rule, order=order))
+        changes = 0 if self.large else _CONSTRUCTIVE_ORDER_CHANGES
+        goal_s = self.bound * (1 + TOLERANCE)
+        runner = self._constructive.runner
+        for rule in priority_rules.improve_orders(runner, rules, orders, changes=changes, goal_s=goal_s):
+            if self.best is not None and self.done:
+                return
+            self._try_rule(rule)
 
     def _try_rule(self, rule: priority_rules.Rule) -> float:
         """Offers the timelines of a rule; the least makespan of them, infinite where it got stuck."""

@@ -59,8 +59,8 @@ def _order_line(spec: PipelineSpec, plan: Plan) -> list[str]:
     """The order in which the first stage begins its microbatches, where they differ in costs."""
     if spec.bucket_of is None:
         return []
-    forwards = [slot for slot in plan.slots if slot.action == "F" and slot.stage == plan.slots[0].stage]
-    begun = [str(slot.microbatch) for slot in sorted(forwards, key=lambda slot: slot.start_s)]
+    forwards = sorted((slot for slot in plan.slots if slot.action == "F"), key=lambda slot: slot.start_s)
+    begun = [str(slot.microbatch) for slot in forwards if slot.stage == forwards[0].stage]
     more = f" and {len(begun) - MAX_SHOWN_ORDER} more" if len(begun) > MAX_SHOWN_ORDER else ""
     return [f"order         {' '.join(begun[:MAX_SHOWN_ORDER])}{more}"]
 
