@@ -541,10 +541,11 @@ def with_valid_bound(found: SearchResult, decided: PipelineSpec) -> SearchResult
     """Withdraws a bound, and a proof of optimality, that rests on assumptions of the search about stages that recompute.
 
     It assumes that the memory for their backwards is always reserved, though several stages of one mesh need it at
-    different times, and that they do not split.
+    different times, and that they do not split. For microbatches of unequal lengths the exact solver reserves nothing.
     """
     problem = problem_with_whole_backwards(decided)
-    if problem.activation_limit_is_exact and fuse_costly_splits(problem) is problem:
+    exact = problem.activation_limit_is_exact or not problem.interchangeable
+    if exact and fuse_costly_splits(problem) is problem:
         return found
     bound = min(makespan_lower_bound_s(decided), found.timeline.makespan)
     return replace(found, lower_bound_s=bound, proven_optimal=reaches_bound(found.timeline.makespan, bound))

@@ -71,9 +71,8 @@ def activation_changes(problem: Problem, lane: np.ndarray) -> np.ndarray:
     kind, microbatch = np.divmod(np.asarray(lane), problem.microbatches)
     stage, op = problem.stage_and_op(kind)
     if problem.interchangeable:  # the same, sooner
-        activation, stash, again = (
-            held[stage] for held in (problem.activation, problem.whole_stash, problem.rematerialised)
-        )
+        activation, stash = problem.activation[stage], problem.whole_stash[stage]
+        again = problem.rematerialised[stage]
     else:
         activation = problem.activation_by_microbatch[stage, microbatch]
         stash = problem.whole_stash_by_microbatch[stage, microbatch]

@@ -284,6 +284,8 @@ class Problem(MemoryArrays):
     @cached_property
     def representatives(self) -> np.ndarray:
         """int[buckets]: the first microbatch of each."""
+        if self.interchangeable:
+            return np.zeros(1, dtype=np.int64)
         return np.unique(self.bucket_of_microbatch, return_index=True)[1]
 
     @cached_property
@@ -663,14 +665,15 @@ def build_problem(spec: PipelineSpec, *, split: bool | None = None, inference: b
     for stage in reversed(stage_order):
         depth[stage] = 1 + max((depth[target] for target in targets[stage]), default=0)
     cost_specs, bucket_of = bucket_specs(spec)
+    transfers = find_transfers(spec)
     return Problem(
         spec=spec,
         cost_specs=tuple(cost_specs),
         bucket_of_microbatch=np.array(bucket_of, dtype=np.int64),
         inference=inference,
         fused=np.full((len(stage_order), spec.microbatches), inference or not split),
-        transfers=find_transfers(spec),
-        transfer_costs=tuple(find_transfers(plain) for plain in cost_specs),
+        transfers=transfers,
+        transfer_costs=tuple(transfers if plain is spec else find_transfers(plain) for plain in cost_specs),
         mesh_of_stage=np.array([meshes[stage.mesh] for stage in spec.stages], dtype=np.int64),
         depth=np.array(depth, dtype=np.int64),
         stage_order=tuple(stage_order),

@@ -285,6 +285,8 @@ def _memory_time_bound(problem: Problem, paths: _KindPaths, trips: np.ndarray) -
 
     A microbatch holds a stage's activation for at least the round trip, and its stash for at least W. All of it
     lies between the earliest forward of the mesh and the last action that gives something back.
+    Bytes of unequal microbatches are rounded, too, so that what leaves no room for another counts as the whole limit:
+    whatever fits together at a time still does so (see `_rounded`).
     """
     best = 0.0
     limits = _mesh_limits(problem)
@@ -295,13 +297,33 @@ def _memory_time_bound(problem: Problem, paths: _KindPaths, trips: np.ndarray) -
         stages = np.flatnonzero(problem.mesh_of_stage == mesh)
         weight_s = paths.length[problem.kind(stages, WEIGHT)]  # 0 where a backward is not split
         here = np.ix_(stages, problem.representatives)
-        held = problem.activation_by_microbatch[here] * trips[stages]
-        held = held + problem.stash_by_microbatch[here] * weight_s
+        activation, stash = problem.activation_by_microbatch[here], problem.stash_by_microbatch[here]
         kinds = _kinds_of_mesh(problem, mesh, (BACKWARD, WEIGHT))
         head = float(paths.head[problem.kind(stages, FORWARD)].min())
-        span = _work(problem, held) / limit
-        best = max(best, head + span + float(paths.tail[kinds].min()))
+        for threshold in [0] if problem.interchangeable else _thresholds(activation, limit):
+            held = _rounded(activation, limit, threshold) * trips[stages]
+            held = held + _rounded(stash, limit, threshold) * weight_s
+            span = _work(problem, held) / limit
+            best = max(best, head + span + float(paths.tail[kinds].min()))
     return best
+
+
+def _rounded(sizes: np.ndarray, limit: int, threshold: int) -> np.ndarray:
+    """Sizes above limit − threshold count as the limit, those below the threshold as nothing.
+
+    A dual feasible function (Fekete and Schepers 2001) of whole sizes, for thresholds up to half of limit + 1: of sizes
+    that fit into the limit together at most one is above limit − threshold, and beside it all others are below the
+    threshold; where none is, no size grows. It does not fall as sizes grow, so what is given back in part still fits.
+    """
+    if not threshold:
+        return sizes
+    return np.where(sizes > limit - threshold, limit, np.where(sizes < threshold, 0, sizes))
+
+
+def _thresholds(sizes: np.ndarray, limit: int) -> list[int]:
+    """0, and the thresholds from which another size counts as the whole limit, or up to which one counts."""
+    found = {0, *sizes.ravel().tolist(), *(limit - sizes + 1).ravel().tolist()}
+    return sorted(threshold for threshold in found if 0 <= threshold <= (limit + 1) // 2)
 
 
 def _link_bound(problem: Problem, paths: _KindPaths) -> float:

@@ -156,7 +156,8 @@ class _MemorySaver:
         order = None if self.problem.interchangeable else begun_order(self.best)
         for runner in self._runners:
             for rule in islice(priority_rules.standard_rules(self.problem), _RULES_WITHOUT_CAP):
-                rule = replace(rule, order=order)
+                if order is not None:
+                    rule = replace(rule, order=order)
                 if sum(other.runs for other in self._runners) == self._rule_runs:
                     return False
                 timeline = runner.timeline(rule, np.array(limits, dtype=np.int64))

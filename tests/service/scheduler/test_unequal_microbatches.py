@@ -10,15 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.scheduler.planner import make_plan, replan
+from service.scheduler.problem.problem import build_problem
 from service.scheduler.problem.spec import SpecError, load_spec
 from service.scheduler.programs.check_programs import PlanError, check_programs, check_slots
 from service.scheduler.programs.decode import read_programs
 from service.scheduler.programs.replay import replay
 from service.scheduler.schedules.registry import SCHEDULES
+from service.scheduler.search.bounds import lower_bounds
 from service.scheduler.views.render import FORMATS, plan_orders, render
 from tests.service.scheduler.checker import check_plan, run_programs
+from tests.service.scheduler.solver import optimum
 from tests.service.scheduler.specs import chain, in_buckets, measured, random_specs, scaled_buckets
 from tests.service.scheduler.test_properties import PLACED, examples
+from tests.tiers import some_by_day
 
 
 def drawn_buckets(data, seed):
@@ -91,6 +95,52 @@ def test_memory_for_everything_holds_with_tensors_of_every_size(seed):
     run_programs(data, plan.programs, seed=seed)
 
 
+def short_of_memory(seed):
+    """Whole costs of a chain by bucket, tensors of one byte a second, and little memory for everything."""
+    draw = random.Random(seed)
+    stages, microbatches = draw.choice([2, 3]), draw.choice([3, 4])
+    contention, split = draw.choice(["link", "full-duplex"]), draw.random() < 0.5
+    data = chain(stages, microbatches, schedule="auto", contention=contention, split_backward=split)
+    data["network"]["bandwidth_bytes_per_s"] = 1
+    for stage in data["stages"]:
+        for field in ("forward_s", "backward_input_s", "activation_bytes"):
+            stage[field] = draw.randint(1, 6)
+        stage["backward_weight_s"], stage["static_bytes"] = draw.randint(0, 4), draw.randint(0, 3)
+        stage["weight_stash_bytes"] = draw.randint(0, stage["activation_bytes"])
+        stage["rematerialised_bytes"] = draw.choice([0, 0, 2])
+    for edge in data["edges"]:
+        edge.update(forward_s=None, backward_s=None)
+        edge.update(forward_bytes=draw.randint(1, 5), backward_bytes=draw.randint(1, 5))
+    bucket_of = [0, *(draw.randrange(3) for _ in range(microbatches - 1))]
+    data = in_buckets(
+        data, bucket_of, lambda b, field, most: draw.randint(1, int(most)) if b and most else most
+    )
+    for stage in (stage for bucket in data["length_buckets"] for stage in bucket["stages"]):
+        stage["weight_stash_bytes"] = min(stage["weight_stash_bytes"], stage["activation_bytes"])
+    for stage, mesh in zip(data["stages"], data["meshes"], strict=True):
+        needed = stage["activation_bytes"] + stage["rematerialised_bytes"]
+        mesh["memory_bytes"] = stage["static_bytes"] + needed + 10 + draw.randint(0, 8)
+        if draw.random() < 0.3:
+            mesh["activation_limit_bytes"] = needed + draw.randint(0, 6)
+    return data
+
+
+@some_by_day("seed", range(40), by_day=8)
+def test_within_memory_for_everything_no_plan_or_bound_passes_the_optimum(seed):
+    data = short_of_memory(seed)
+    best, spec = optimum(data), load_spec(data)
+    assert best is not None
+    for name, bound in lower_bounds(build_problem(spec, split=data["split_backward"])).items():
+        assert bound <= best * (1 + 1e-9), name
+    plan = make_plan(spec, budget_s=0.5)
+    assert not plan.notes
+    check_plan(data, json.loads(plan.model_dump_json()))
+    run_programs(data, plan.programs, seed=seed)
+    assert plan.lower_bound_s <= best * (1 + 1e-9) and plan.makespan_s >= best * (1 - 1e-9)
+    if plan.proven_optimal:
+        assert plan.makespan_s == pytest.approx(best, rel=1e-9)
+
+
 def limited(limit, bucket_of=(0, 1, 1, 0, 1, 1)):
     data = chain(3, len(bucket_of), schedule="auto", transfer=0.3)
     for stage, mesh in zip(data["stages"], data["meshes"], strict=True):
@@ -109,7 +159,9 @@ def test_the_proof_counts_the_bytes_of_the_microbatches_that_are_there():
     check_programs(load_spec(limited(137)), programs_of(plan))
     # the same programs with one short microbatch more that is long
     for bucket_of in ((0, 0, 1, 0, 1, 1), (0, 1, 0, 0, 1, 1), (0, 1, 1, 0, 0, 0)):
-        with pytest.raises(PlanError, match=r"bytes of activations at .* over its activation_limit_bytes 137"):
+        with pytest.raises(
+            PlanError, match=r"bytes of activations at .* over its activation_limit_bytes 137"
+        ):
             check_programs(load_spec(limited(137, bucket_of)), programs_of(plan))
     everything = limited(None)
     for mesh in everything["meshes"]:

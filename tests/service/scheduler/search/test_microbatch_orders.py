@@ -175,6 +175,18 @@ def test_the_candidates_are_permutations_of_which_no_two_have_the_same_costs():
     assert [order.tolist() for order in candidate_orders(alike)] == [list(range(5))]
 
 
+def test_two_that_do_not_fit_together_go_round_one_after_the_other():
+    data = chain(2, 4, forward=30, backward=60, transfer=69, schedule="auto", contention="link")
+    for stage, mesh in zip(data["stages"], data["meshes"], strict=True):
+        stage["activation_bytes"], mesh["activation_limit_bytes"] = 300, 599
+    spec = load_spec(scaled_buckets(data, [0, 0, 0, 1], [1.0, 1 / 3]))
+    bounds = lower_bounds(build_problem(spec, split=False))
+    assert bounds["memory time"] == pytest.approx(3 * (30 + 69 + 30 + 60 + 69 + 60), rel=1e-12)
+    fitting = [mesh.model_copy(update={"activation_limit_bytes": 600}) for mesh in spec.meshes]
+    bounds = lower_bounds(build_problem(spec.model_copy(update={"meshes": fitting}), split=False))
+    assert bounds["memory time"] < 2 * 318
+
+
 def test_longest_first_is_no_rule_under_a_limit_of_memory():
     """Two long ones do not fit together; beside a long one there is room for a short one, if that comes next."""
     data = chain(2, 4, forward=30, backward=60, transfer=69, schedule="auto", contention="link")
