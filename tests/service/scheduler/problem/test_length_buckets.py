@@ -138,6 +138,24 @@ def test_what_forwards_may_fill_leaves_room_for_the_largest_backward_and_no_boun
     assert problem.relaxed_activation_limit.tolist() == [18, 18] and not problem.activation_limit_is_exact
 
 
+def test_a_plan_is_found_where_what_comes_back_for_a_backward_differs():
+    data = chain(2, 3, schedule="auto")
+    for stage, mesh in zip(data["stages"], data["meshes"], strict=True):
+        stage.update(activation_bytes=8, rematerialised_bytes=4)
+        mesh["memory_bytes"] = 15
+    plan = make_plan(load_spec(scaled_buckets(data, [1, 0, 1], [0.5, 1.0])))
+    assert max(mesh.peak_memory_bytes for mesh in plan.meshes) <= 15
+
+
+def test_no_backward_of_any_bucket_is_longer_split_than_whole_in_the_relaxation():
+    data = chain(2, 3, schedule="auto")
+    for stage in data["stages"]:
+        stage["backward_s"] = 1.5
+    problem = build_problem(load_spec(scaled_buckets(data, [1, 0, 1], [0.5, 1.0])), split=False).all_split()
+    backwards = problem.duration[problem.kind(0, 1)] + problem.duration[problem.kind(0, 2)]
+    assert backwards.tolist() == pytest.approx([1.5, 0.75, 1.5])
+
+
 EQUAL = {
     "auto": chain(4, 6, schedule="auto", transfer=0.3),
     "limited": measured(3, 6, 5, memory=2.3),
