@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 
+from service.scheduler.auto.auto import makespan_lower_bound_s
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.problem import build_problem
 from service.scheduler.problem.spec import PipelineSpec, SpecError, load_spec
@@ -143,8 +144,12 @@ def test_a_plan_is_found_where_what_comes_back_for_a_backward_differs():
     for stage, mesh in zip(data["stages"], data["meshes"], strict=True):
         stage.update(activation_bytes=8, rematerialised_bytes=4)
         mesh["memory_bytes"] = 15
-    plan = make_plan(load_spec(scaled_buckets(data, [1, 0, 1], [0.5, 1.0])))
+    spec = load_spec(scaled_buckets(data, [1, 0, 1], [0.5, 1.0]))
+    plan = make_plan(spec)
     assert max(mesh.peak_memory_bytes for mesh in plan.meshes) <= 15
+    assert (
+        makespan_lower_bound_s(spec) <= plan.makespan_s
+    )  # which says that nothing comes back, in the buckets too
 
 
 def test_no_backward_of_any_bucket_is_longer_split_than_whole_in_the_relaxation():
