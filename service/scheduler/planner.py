@@ -28,7 +28,7 @@ from service.scheduler.auto.recomputation import (
 from service.scheduler.kernels import TOLERANCE
 from service.scheduler.problem.defects import defect, failed
 from service.scheduler.problem.memory import keeps_memory_limits, keeps_receive_limits
-from service.scheduler.problem.spec import EdgeSpec, PipelineSpec, SpecError, check_spec
+from service.scheduler.problem.spec import EdgeSpec, PipelineSpec, SpecError, change_costs, check_spec
 from service.scheduler.problem.timeline import Timeline, retime
 from service.scheduler.programs.check_programs import check_programs, check_slots
 from service.scheduler.programs.codegen import compile_programs
@@ -194,7 +194,7 @@ def _with_later_tensors(spec: PipelineSpec, seconds: float) -> PipelineSpec:
         return edge.model_copy(update=longer)
 
     network = spec.network.model_copy(update={"latency_s": spec.network.latency_s + seconds})
-    return spec.model_copy(update={"edges": [later(edge) for edge in spec.edges], "network": network})
+    return change_costs(spec.model_copy(update={"network": network}), edge=later)
 
 
 def _proven_plan(spec: PipelineSpec, found: SearchResult, budget_s: float) -> Plan:

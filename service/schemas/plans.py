@@ -17,7 +17,11 @@ ACTION_LIMIT = 200_000
 
 
 class PlanSpec(BaseModel):
-    """A PipelineSpec (DESIGN section 4). Its details are checked by the scheduler, not here."""
+    """A PipelineSpec (DESIGN section 4). Its details are checked by the scheduler, not here.
+
+    Where microbatches have unequal lengths, `length_buckets` gives costs for every stage and edge of each length, and
+    `bucket_of` the bucket of each microbatch.
+    """
 
     model_config = ConfigDict(extra="allow", strict=True)
 

@@ -406,7 +406,7 @@ def _search_tighter_limits(
     """
     problem = best.problem
     peaks = [peak_activation(problem, lane)[0] for lane in best.lanes]
-    microbatch = [int(problem.activation[problem.mesh_of_stage == p].sum()) for p in range(problem.meshes)]
+    microbatch = problem.most_activation_of_mesh.tolist()
     slack = TransferSlack(best)
     least, most = (
         0,
@@ -453,7 +453,7 @@ def _no_plan_message(problem: Problem) -> str:
         found = search(free, [], budget_s=0.0)
     for index, mesh in enumerate(problem.spec.meshes):
         # one microbatch at a time holds every stage's activation once
-        enough = int(problem.activation[problem.mesh_of_stage == index].sum() + problem.workspace[index])
+        enough = int(problem.most_activation_of_mesh[index] + problem.workspace[index])
         limit = mesh.activation_limit_bytes
         if found is None and limit is not None and limit < enough:
             changes.append(f"raise activation_limit_bytes of mesh {mesh.name!r} from {limit} to {enough}")
@@ -541,10 +541,11 @@ def with_valid_bound(found: SearchResult, decided: PipelineSpec) -> SearchResult
     """Withdraws a bound, and a proof of optimality, that rests on assumptions of the search about stages that recompute.
 
     It assumes that the memory for their backwards is always reserved, though several stages of one mesh need it at
-    different times, and that they do not split.
+    different times, and that they do not split. For microbatches of unequal lengths the exact solver reserves nothing.
     """
     problem = problem_with_whole_backwards(decided)
-    if problem.activation_limit_is_exact and fuse_costly_splits(problem) is problem:
+    exact = problem.activation_limit_is_exact or not problem.interchangeable
+    if exact and fuse_costly_splits(problem) is problem:
         return found
     bound = min(makespan_lower_bound_s(decided), found.timeline.makespan)
     return replace(found, lower_bound_s=bound, proven_optimal=reaches_bound(found.timeline.makespan, bound))

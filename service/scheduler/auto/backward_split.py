@@ -14,7 +14,7 @@ import numpy as np
 from service.scheduler.auto.recomputation import StageChoice
 from service.scheduler.kernels import OPS, TOLERANCE
 from service.scheduler.problem.problem import Problem, build_problem
-from service.scheduler.problem.spec import PipelineSpec
+from service.scheduler.problem.spec import PipelineSpec, bucket_specs
 
 
 def may_split_backward(spec: PipelineSpec) -> bool:
@@ -24,19 +24,22 @@ def may_split_backward(spec: PipelineSpec) -> bool:
         return spec.split_backward
     return any(
         stage.backward_weight_s > 0 or stage.whole_backward_s > stage.backward_input_s * (1 + TOLERANCE)
-        for stage in spec.stages
+        for costs in bucket_specs(spec)[0]
+        for stage in costs.stages
     )
 
 
 def faster_whole_stages(spec: PipelineSpec) -> list[str]:
-    """The stages whose B is shorter than I and W together; all others lose nothing by a split."""
+    """The stages whose B is shorter than I and W together, of any microbatch; all others lose nothing by a split."""
     if spec.split_backward is not None or not may_split_backward(spec):
         return []
-    return [
+    faster = {
         stage.name
-        for stage in spec.stages
+        for costs in bucket_specs(spec)[0]
+        for stage in costs.stages
         if stage.whole_backward_s < (stage.backward_input_s + stage.backward_weight_s) * (1 - TOLERANCE)
-    ]
+    }
+    return [stage.name for stage in spec.stages if stage.name in faster]
 
 
 def problem_with_whole_backwards(spec: PipelineSpec, whole: StageChoice = frozenset()) -> Problem:

@@ -17,7 +17,13 @@ from itertools import combinations
 import numpy as np
 
 from service.scheduler.problem.problem import Problem
-from service.scheduler.problem.spec import PipelineSpec, SpecError, StageSpec, rematerialised_bytes
+from service.scheduler.problem.spec import (
+    PipelineSpec,
+    SpecError,
+    StageSpec,
+    change_costs,
+    rematerialised_bytes,
+)
 from worker.contract.planned import RecomputeMethod
 
 _MAX_EXHAUSTIVE_STAGES = 4  # stages up to which all choices are searched
@@ -143,20 +149,19 @@ def with_recompute_methods(
 
 def recompute_relaxation(spec: PipelineSpec) -> PipelineSpec:
     """A spec that no choice can beat: every stage keeps the least and none takes longer."""
-    decided = []
-    for stage in spec.stages:
+
+    def relaxed(stage: StageSpec) -> StageSpec:
         options = stage.recompute_options.values()
         kept = min([stage.activation_bytes, *(option.activation_bytes for option in options)])
-        decided.append(
-            stage.with_recompute_options([]).model_copy(
-                update={
-                    "activation_bytes": kept,
-                    "weight_stash_bytes": min(stage.weight_stash_bytes, kept),
-                    "rematerialised_bytes": 0,
-                }
-            )
+        return stage.with_recompute_options([]).model_copy(
+            update={
+                "activation_bytes": kept,
+                "weight_stash_bytes": min(stage.weight_stash_bytes, kept),
+                "rematerialised_bytes": 0,
+            }
         )
-    return spec.model_copy(update={"stages": decided})
+
+    return change_costs(spec, stage=relaxed)
 
 
 def _decide_stage(stage: StageSpec, recomputes: bool) -> StageSpec:
@@ -184,7 +189,7 @@ def fuse_costly_splits(problem: Problem) -> Problem:
     Where its mesh has no limit there is no room to make.
     """
     limited = problem.activation_capacity[problem.mesh_of_stage] >= 0
-    whole = (problem.whole_stash > problem.activation) & limited
+    whole = problem.stages_that_stash_more & limited
     return problem.with_fused(problem.fused | whole[:, None]) if whole.any() else problem
 
 

@@ -51,11 +51,13 @@ class Tasks(NamedTuple):
 class LaneLimits(NamedTuple):
     """Limits of what compute lanes hold: bytes of stages and meshes (−1: no limit), and microbatches in flight."""
 
-    activation: np.ndarray  # of each stage
-    stash: np.ndarray
+    activation: np.ndarray  # int[stages, microbatches]
+    stash: np.ndarray  # int[stages, microbatches]
+    most_activation: np.ndarray  # of each stage: of any microbatch
     activation_limit: np.ndarray  # of each mesh
     in_flight_cap: np.ndarray  # of each stage: between F and B
     source_cap: np.ndarray  # of each stage: between F and the end of its whole backward
+    order: np.ndarray  # int[microbatches]: in which every kind runs them, where compute orders are not given
 
 
 class ReceiveBufferLimits(NamedTuple):

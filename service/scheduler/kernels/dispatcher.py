@@ -78,7 +78,8 @@ def may_start_forward(stage, mesh, tasks, limits, run):
         return False
     if limits.activation_limit[mesh] < 0:
         return True
-    room = limits.activation_limit[mesh] - run.meshes[mesh].held - limits.activation[stage]
+    begins = limits.order[run.stages[stage].started]
+    room = limits.activation_limit[mesh] - run.meshes[mesh].held - limits.activation[stage, begins]
     if room < 0:
         return False
     first, end = tasks.kinds_of_mesh.pointer[mesh], tasks.kinds_of_mesh.pointer[mesh + 1]
@@ -93,18 +94,19 @@ def may_start_forward(stage, mesh, tasks, limits, run):
         other = tasks.kinds_of_mesh.values[position] // OPS
         oldest = min(oldest, run.stages[other].finished)
         newest = max(newest, run.stages[other].started - 1)
-        whole += limits.activation[other]
-    for m in range(oldest, newest + 1):
+        whole += limits.most_activation[other]
+    for place in range(oldest, newest + 1):
+        m = limits.order[place]
         needed = 0
         given = 0
         for position in range(first, end, OPS):
             other = tasks.kinds_of_mesh.values[position] // OPS
-            if m >= run.stages[other].started + (1 if other == stage else 0):
-                needed += limits.activation[other]
-            elif m >= run.stages[other].returned:
-                given += limits.activation[other]
-            elif m >= run.stages[other].finished:
-                given += limits.stash[other]
+            if place >= run.stages[other].started + (1 if other == stage else 0):
+                needed += limits.activation[other, m]
+            elif place >= run.stages[other].returned:
+                given += limits.activation[other, m]
+            elif place >= run.stages[other].finished:
+                given += limits.stash[other, m]
         if needed > room:
             return False
         room += given
@@ -190,10 +192,10 @@ def _finish_task(task, end, tasks, limits, receives, limited, priority, run):
         if op == BACKWARD:
             run.stages[stage].returned += 1
             run.meshes[mesh].held -= (
-                limits.activation[stage] if last else limits.activation[stage] - limits.stash[stage]
+                limits.activation[stage, m] if last else limits.activation[stage, m] - limits.stash[stage, m]
             )
         elif op == WEIGHT:
-            run.meshes[mesh].held -= limits.stash[stage]
+            run.meshes[mesh].held -= limits.stash[stage, m]
         if last:
             run.stages[stage].finished += 1
         if limited:
@@ -278,10 +280,10 @@ def _choose_on_lane(mesh, time, window, tasks, limits, priority, patience, run):
     choice = -1
     for position in range(first, end):
         kind = tasks.kinds_of_mesh.values[position]
-        m = run.kinds[kind].next
-        if m >= microbatches:
+        place = run.kinds[kind].next
+        if place >= microbatches:
             continue
-        task = kind * microbatches + m
+        task = kind * microbatches + limits.order[place]
         if run.tasks[task].missing != 0 or not tasks.exists[task]:
             continue
         if kind % OPS == FORWARD and not may_start_forward(kind // OPS, mesh, tasks, limits, run):
@@ -293,10 +295,10 @@ def _choose_on_lane(mesh, time, window, tasks, limits, priority, patience, run):
     deadline = time + patience * tasks.duration[choice]
     for position in range(first, end):
         kind = tasks.kinds_of_mesh.values[position]
-        m = run.kinds[kind].next
-        if m >= microbatches:
+        place = run.kinds[kind].next
+        if place >= microbatches:
             continue
-        task = kind * microbatches + m
+        task = kind * microbatches + limits.order[place]
         if not tasks.exists[task] or run.tasks[task].missing == 0 or run.tasks[task].unknown != 0:
             continue
         if kind % OPS == FORWARD and not may_start_forward(kind // OPS, mesh, tasks, limits, run):
@@ -370,7 +372,7 @@ def _start_task(task, time, fixed, tasks, limits, receives, limited, run):
         if kind % OPS == FORWARD:
             run.stages[stage].started += 1
             if tasks.exists[task + microbatches]:
-                run.meshes[tasks.resources[kind, 0]].held += limits.activation[stage]
+                run.meshes[tasks.resources[kind, 0]].held += limits.activation[stage, m]
             else:  # forwards only: nothing is kept
                 run.stages[stage].returned += 1
                 run.stages[stage].finished += 1

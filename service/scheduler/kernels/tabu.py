@@ -37,6 +37,7 @@ class DisjunctiveGraph(NamedTuple):
     microbatches: int
     resource_count: int
     fixed_kinds: int  # kinds below this number never change places with each other
+    interchangeable: bool  # microbatches are interchangeable: every kind runs them in ascending order
     tasks: np.ndarray  # TASK[tasks]
     dependents: Rows  # of tasks
     needs: Rows  # of tasks
@@ -275,10 +276,10 @@ def _may_swap(problem, orders, first, second, side):
     """True if two neighbours may change places: no dependency, lead or memory limit is against it."""
     microbatches = problem.microbatches
     kind, first_kind = second // microbatches, first // microbatches
-    if kind == first_kind or max(kind, first_kind) < problem.fixed_kinds:
+    if (problem.interchangeable and kind == first_kind) or max(kind, first_kind) < problem.fixed_kinds:
         return False
     m, first_m = second % microbatches, first % microbatches
-    if problem.precedes[first_kind, kind] and first_m <= m:
+    if problem.precedes[first_kind, kind] and (first_m == m or (problem.interchangeable and first_m < m)):
         return False
     lead = problem.lead[kind]
     if lead >= 0 and first_kind // OPS == kind // OPS and first_m + lead <= m:

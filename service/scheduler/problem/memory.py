@@ -50,12 +50,18 @@ def in_flight_violation(problem: Problem, lane: np.ndarray) -> str | None:
         if problem.sources[stage] or position[problem.task(stage, FORWARD, 0)] < 0:
             continue
         rows = position.reshape(problem.stages, OPS, microbatches)[stage]
-        ended = rows[BACKWARD:].max(axis=0)
-        late = np.flatnonzero(rows[FORWARD, most:] < ended[: microbatches - most])
+        begun, ended = rows[FORWARD], rows[BACKWARD:].max(axis=0)
+        names = np.arange(microbatches), np.arange(microbatches)
+        if (
+            not problem.interchangeable
+        ):  # in whatever order they come: number m to begin after number m - most has ended
+            names = np.argsort(begun), np.argsort(ended)
+            begun, ended = begun[names[0]], ended[names[1]]
+        late = np.flatnonzero(begun[most:] < ended[: microbatches - most])
         if len(late):
             return (
-                f"stage {stage} starts forward {late[0] + most} before its backward {late[0]} has ended, "
-                f"against max_in_flight {most}"
+                f"stage {stage} starts forward {names[0][late[0] + most]} before its backward {names[1][late[0]]} has "
+                f"ended, against max_in_flight {most}"
             )
     return None
 
@@ -64,8 +70,13 @@ def activation_changes(problem: Problem, lane: np.ndarray) -> np.ndarray:
     """int[len(lane), 2]: bytes taken at the start and (negative) given back at the end of each action."""
     kind, microbatch = np.divmod(np.asarray(lane), problem.microbatches)
     stage, op = problem.stage_and_op(kind)
-    activation, stash = problem.activation[stage], problem.whole_stash[stage]
-    again = problem.rematerialised[stage]
+    if problem.interchangeable:  # the same, sooner
+        activation, stash = problem.activation[stage], problem.whole_stash[stage]
+        again = problem.rematerialised[stage]
+    else:
+        activation = problem.activation_by_microbatch[stage, microbatch]
+        stash = problem.whole_stash_by_microbatch[stage, microbatch]
+        again = problem.rematerialised_by_microbatch[stage, microbatch]
     change = np.zeros((len(lane), 2), dtype=np.int64)
     change[:, 0] = np.where(op == FORWARD, activation, np.where(op == BACKWARD, again, 0))
     if problem.inference:
@@ -266,10 +277,12 @@ def _buffer_changes(timeline: Timeline) -> tuple[list[np.ndarray], list[np.ndarr
     changes: list[np.ndarray] = []
     column = np.arange(problem.microbatches)
     for kind in range(problem.compute_kinds, problem.kinds):
-        size = int(problem.size[kind])
         there = column[problem.exists[kind]]
-        if not size or not len(there):
+        if not problem.size[kind] or not len(there):
             continue
+        size = np.full(len(there), problem.size[kind])
+        if not problem.interchangeable:
+            size = problem.size_by_microbatch[kind, there]
         users = [user * problem.microbatches + there for user in problem.dependents[kind]]
         makers = [maker * problem.microbatches + there for maker in problem.dependencies[kind]]
         transfer = kind * problem.microbatches + there
@@ -280,7 +293,7 @@ def _buffer_changes(timeline: Timeline) -> tuple[list[np.ndarray], list[np.ndarr
         for mesh, begin, until in spans:
             times += [begin, until]
             meshes += [np.full(2 * len(there), mesh)]
-            changes += [np.full(len(there), size), np.full(len(there), -size)]
+            changes += [size, -size]
     return times, meshes, changes
 
 

@@ -21,6 +21,7 @@ from service.scheduler.kernels import BACKWARD, FORWARD, OPS, WEIGHT, Rows, Task
 from service.scheduler.problem.spec import (
     Contention,
     PipelineSpec,
+    bucket_specs,
     check_spec,
     edge_costs,
     link_contention,
@@ -37,26 +38,83 @@ class MemoryArrays:
     mesh_of_stage: np.ndarray
     most_bytes: np.ndarray
 
+    cost_specs: tuple[PipelineSpec, ...]
+    bucket_of_microbatch: np.ndarray
+    bucket_sizes: np.ndarray
+
+    def _stage_bytes(self, field: str) -> np.ndarray:
+        """int[stages, buckets]: a field of the stages."""
+        values = [[getattr(stage, field) for stage in spec.stages] for spec in self.cost_specs]
+        return np.array(values, dtype=np.int64).T
+
+    @cached_property
+    def _activations(self) -> np.ndarray:
+        return self._stage_bytes("activation_bytes")
+
+    @cached_property
+    def _whole_stashes(self) -> np.ndarray:
+        return self._stage_bytes("weight_stash_bytes")
+
+    @cached_property
+    def _stashes(self) -> np.ndarray:
+        return np.minimum(self._whole_stashes, self._activations)
+
+    @cached_property
+    def _rematerialised(self) -> np.ndarray:
+        again = self._stage_bytes("rematerialised_bytes")
+        return np.zeros_like(again) if self.inference else again
+
     @cached_property
     def activation(self) -> np.ndarray:
-        return np.array([stage.activation_bytes for stage in self.spec.stages], dtype=np.int64)
+        """int[stages]: of the microbatch that holds most."""
+        return self._activations.max(axis=1)
+
+    @cached_property
+    def activation_by_microbatch(self) -> np.ndarray:
+        """int[stages, microbatches]."""
+        return self._activations[:, self.bucket_of_microbatch]
 
     @cached_property
     def stash(self) -> np.ndarray:
-        """int[stages]: of what is held from F on, the part that is held until W."""
-        return np.minimum(self.whole_stash, self.activation)
+        """int[stages]: of what is held from F on, the part that is held until W; of the microbatch with the most."""
+        return self._stashes.max(axis=1)
+
+    @cached_property
+    def stash_by_microbatch(self) -> np.ndarray:
+        """int[stages, microbatches]."""
+        return self._stashes[:, self.bucket_of_microbatch]
 
     @cached_property
     def whole_stash(self) -> np.ndarray:
         """int[stages]: what is held from I to W; of a stage that recomputes it may be more than it keeps from F on."""
-        return np.array([stage.weight_stash_bytes for stage in self.spec.stages], dtype=np.int64)
+        return self._whole_stashes.max(axis=1)
+
+    @cached_property
+    def whole_stash_by_microbatch(self) -> np.ndarray:
+        """int[stages, microbatches]."""
+        return self._whole_stashes[:, self.bucket_of_microbatch]
 
     @cached_property
     def rematerialised(self) -> np.ndarray:
-        """int[stages]: held besides while B or I runs."""
-        if self.inference:
-            return np.zeros(len(self.spec.stages), dtype=np.int64)
-        return np.array([stage.rematerialised_bytes for stage in self.spec.stages], dtype=np.int64)
+        """int[stages]: held besides while B or I runs; of the microbatch with the most."""
+        return self._rematerialised.max(axis=1)
+
+    @cached_property
+    def rematerialised_by_microbatch(self) -> np.ndarray:
+        """int[stages, microbatches]."""
+        return self._rematerialised[:, self.bucket_of_microbatch]
+
+    @cached_property
+    def stages_that_stash_more(self) -> np.ndarray:
+        """bool[stages]: a microbatch leaves more from I to W than it keeps from F on."""
+        return (self._whole_stashes > self._activations).any(axis=1)
+
+    @cached_property
+    def most_activation_of_mesh(self) -> np.ndarray:
+        """int[meshes]: activations of all stages of a mesh, of the one microbatch that holds most there."""
+        held = np.zeros((len(self.spec.meshes), len(self.cost_specs)), dtype=np.int64)
+        np.add.at(held, self.mesh_of_stage, self._activations)
+        return held.max(axis=1)
 
     @cached_property
     def workspace(self) -> np.ndarray:
@@ -69,19 +127,25 @@ class MemoryArrays:
     def relaxed_activation_limit(self) -> np.ndarray:
         """int[meshes], −1 where there is none: what forwards fill at most in any plan, for bounds.
 
-        The workspace counts where a mesh has one stage: see `activation_limit_is_exact`.
+        The workspace counts where a mesh has one stage (see `activation_limit_is_exact`): the least of any microbatch,
+        as that may be the one whose backward comes next.
         """
         shared = np.bincount(self.mesh_of_stage, minlength=len(self.spec.meshes)) > 1
-        return np.where(shared, self.activation_capacity, self.activation_limit)
+        least = np.zeros(len(self.spec.meshes), dtype=np.int64)
+        np.maximum.at(least, self.mesh_of_stage, self._rematerialised.min(axis=1))
+        alone = np.maximum(self.activation_capacity - least, 0)
+        return np.where(shared | (self.activation_capacity < 0), self.activation_capacity, alone)
 
     @property
     def activation_limit_is_exact(self) -> bool:
         """True where `activation_limit` rules out nothing that fits: it keeps the workspace free all the time.
 
         With one stage a mesh it does: after the forward that holds the most comes a backward, which needs all of it.
+        Not where the microbatches need different amounts.
         """
         shared = np.bincount(self.mesh_of_stage, minlength=len(self.spec.meshes)) > 1
-        return not bool((self.workspace[shared] > 0).any())
+        differ = bool((self._rematerialised.min(axis=1) < self.rematerialised).any())
+        return not differ and not bool((self.workspace[shared] > 0).any())
 
     @cached_property
     def static_bytes(self) -> np.ndarray:
@@ -185,12 +249,18 @@ Index = TypeVar("Index", int, np.ndarray)
 
 @dataclass(frozen=True, eq=False)
 class Problem(MemoryArrays):
-    """One planning problem. `fused[s, m]` says that the backward of (s, m) is one B, not I and W."""
+    """One planning problem. `fused[s, m]` says that the backward of (s, m) is one B, not I and W.
+
+    Microbatches of one bucket (buckets of equal costs are one) are interchangeable; without buckets there is one.
+    """
 
     spec: PipelineSpec
     inference: bool
     fused: np.ndarray
+    cost_specs: tuple[PipelineSpec, ...]  # for each bucket the spec with its costs
+    bucket_of_microbatch: np.ndarray
     transfers: tuple[Transfer, ...]
+    transfer_costs: tuple[tuple[Transfer, ...], ...]  # `transfers` of each bucket
     mesh_of_stage: np.ndarray
     depth: np.ndarray  # stages on the longest path from a stage to a sink
     stage_order: tuple[int, ...]  # topological
@@ -200,6 +270,32 @@ class Problem(MemoryArrays):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "microbatches", self.spec.microbatches)
+
+    @property
+    def interchangeable(self) -> bool:
+        """True where all microbatches are interchangeable."""
+        return len(self.cost_specs) == 1
+
+    @cached_property
+    def bucket_sizes(self) -> np.ndarray:
+        """int[buckets]: the number of each."""
+        return np.bincount(self.bucket_of_microbatch, minlength=len(self.cost_specs))
+
+    @cached_property
+    def representatives(self) -> np.ndarray:
+        """int[buckets]: the first microbatch of each."""
+        if self.interchangeable:
+            return np.zeros(1, dtype=np.int64)
+        return np.unique(self.bucket_of_microbatch, return_index=True)[1]
+
+    @cached_property
+    def previous_in_bucket(self) -> np.ndarray:
+        """int[microbatches]: the one before it of the same bucket, −1 for none."""
+        previous = np.full(self.microbatches, -1, dtype=np.int64)
+        for bucket in range(len(self.cost_specs)):
+            members = np.flatnonzero(self.bucket_of_microbatch == bucket)
+            previous[members[1:]] = members[:-1]
+        return previous
 
     @property
     def stages(self) -> int:
@@ -265,9 +361,12 @@ class Problem(MemoryArrays):
     def most_bytes(self) -> np.ndarray:
         """int[meshes]: all that a mesh ever holds, as if it held it at once."""
         most = self.static_bytes.copy()
-        each = np.maximum(self.activation + self.rematerialised, self.whole_stash)
-        np.add.at(most, self.mesh_of_stage, each * self.microbatches)
-        travelling = (self.size * self.exists.sum(axis=1))[self.compute_kinds :]
+        each = np.maximum(self._activations + self._rematerialised, self._whole_stashes)
+        np.add.at(most, self.mesh_of_stage, (each * self.bucket_sizes).sum(axis=1))
+        travelling = self.size * self.exists.sum(axis=1)
+        if not self.interchangeable:
+            travelling = (self.size_by_microbatch * self.exists).sum(axis=1)
+        travelling = travelling[self.compute_kinds :]
         for ends in (self.receiver_of_kind, self.sender_of_kind):
             np.add.at(most, ends[self.compute_kinds :], travelling)
         return most
@@ -276,15 +375,19 @@ class Problem(MemoryArrays):
     def duration(self) -> np.ndarray:
         """float[kinds, microbatches], seconds."""
         duration = np.zeros((self.kinds, self.microbatches))
-        for index, stage in enumerate(self.spec.stages):
-            duration[self.kind(index, FORWARD)] = stage.forward_s
-            duration[self.kind(index, BACKWARD)] = np.where(
-                self.fused[index], stage.whole_backward_s, stage.backward_input_s
+        for number, (spec, transfers) in enumerate(zip(self.cost_specs, self.transfer_costs, strict=True)):
+            here = (
+                slice(None) if self.interchangeable else np.flatnonzero(self.bucket_of_microbatch == number)
             )
-            duration[self.kind(index, WEIGHT)] = stage.backward_weight_s
-        for index, transfer in enumerate(self.transfers):
-            duration[self.transfer_kind(index, 0)] = transfer.forward_s
-            duration[self.transfer_kind(index, 1)] = transfer.backward_s
+            for index, stage in enumerate(spec.stages):
+                duration[self.kind(index, FORWARD), here] = stage.forward_s
+                duration[self.kind(index, BACKWARD), here] = np.where(
+                    self.fused[index, here], stage.whole_backward_s, stage.backward_input_s
+                )
+                duration[self.kind(index, WEIGHT), here] = stage.backward_weight_s
+            for index, transfer in enumerate(transfers):
+                duration[self.transfer_kind(index, 0), here] = transfer.forward_s
+                duration[self.transfer_kind(index, 1), here] = transfer.backward_s
         return np.where(self.exists, duration, 0.0)
 
     @cached_property
@@ -494,13 +597,29 @@ class Problem(MemoryArrays):
         )
 
     @cached_property
-    def size(self) -> np.ndarray:
-        """int[kinds]: bytes that a transfer carries, 0 for compute."""
-        size = np.zeros(self.kinds, dtype=np.int64)
-        for index, transfer in enumerate(self.transfers):
-            size[self.transfer_kind(index, 0)] = transfer.forward_bytes
-            size[self.transfer_kind(index, 1)] = transfer.backward_bytes
+    def _sizes(self) -> np.ndarray:
+        """int[kinds, buckets]: bytes that a transfer carries, 0 for compute."""
+        size = np.zeros((self.kinds, len(self.cost_specs)), dtype=np.int64)
+        for number, transfers in enumerate(self.transfer_costs):
+            for index, transfer in enumerate(transfers):
+                size[self.transfer_kind(index, 0), number] = transfer.forward_bytes
+                size[self.transfer_kind(index, 1), number] = transfer.backward_bytes
         return size
+
+    @cached_property
+    def size(self) -> np.ndarray:
+        """int[kinds]: bytes that a transfer carries, 0 for compute; of the microbatch with the most."""
+        return self._sizes.max(axis=1)
+
+    @cached_property
+    def least_size(self) -> np.ndarray:
+        """int[kinds]: bytes that a transfer carries, 0 for compute; of the microbatch with the least."""
+        return self._sizes.min(axis=1)
+
+    @cached_property
+    def size_by_microbatch(self) -> np.ndarray:
+        """int[kinds, microbatches]: bytes that a transfer carries, 0 for compute."""
+        return self._sizes[:, self.bucket_of_microbatch]
 
     def with_fused(self, fused: np.ndarray) -> Problem:
         """The same problem with other backwards fused."""
@@ -511,12 +630,20 @@ class Problem(MemoryArrays):
 
         B of a length is I and W back to back that last as long together, so each plan of this problem is one of that.
         """
-        stages = [
-            stage.shortest_split() if fused else stage
-            for stage, fused in zip(self.spec.stages, self.fused.any(axis=1), strict=True)
-        ]
-        spec = self.spec.model_copy(update={"stages": stages})
-        return replace(self, spec=spec, fused=np.zeros_like(self.fused))
+        names = {
+            stage.name for stage, fused in zip(self.spec.stages, self.fused.any(axis=1), strict=True) if fused
+        }
+
+        def split(spec: PipelineSpec) -> PipelineSpec:
+            stages = [s.shortest_split() if s.name in names else s for s in spec.stages]
+            return spec.model_copy(update={"stages": stages})
+
+        return replace(
+            self,
+            spec=split(self.spec),
+            cost_specs=tuple(split(spec) for spec in self.cost_specs),
+            fused=np.zeros_like(self.fused),
+        )
 
 
 def build_problem(spec: PipelineSpec, *, split: bool | None = None, inference: bool | None = None) -> Problem:
@@ -537,11 +664,16 @@ def build_problem(spec: PipelineSpec, *, split: bool | None = None, inference: b
     depth = [1] * len(stage_order)
     for stage in reversed(stage_order):
         depth[stage] = 1 + max((depth[target] for target in targets[stage]), default=0)
+    cost_specs, bucket_of = bucket_specs(spec)
+    transfers = find_transfers(spec)
     return Problem(
         spec=spec,
+        cost_specs=tuple(cost_specs),
+        bucket_of_microbatch=np.array(bucket_of, dtype=np.int64),
         inference=inference,
         fused=np.full((len(stage_order), spec.microbatches), inference or not split),
-        transfers=find_transfers(spec),
+        transfers=transfers,
+        transfer_costs=tuple(transfers if plain is spec else find_transfers(plain) for plain in cost_specs),
         mesh_of_stage=np.array([meshes[stage.mesh] for stage in spec.stages], dtype=np.int64),
         depth=np.array(depth, dtype=np.int64),
         stage_order=tuple(stage_order),

@@ -165,8 +165,41 @@ class NetworkSpec(_FrozenModel):
     links: list[LinkSpec] = []
 
 
+class StageCosts(_FrozenModel):
+    """Costs of one microbatch of a length bucket at one stage; the fields are those of the stage."""
+
+    forward_s: Seconds
+    backward_input_s: Seconds = 0.0
+    backward_weight_s: Seconds = 0.0
+    backward_s: Seconds | None = None
+    activation_bytes: Bytes = 0
+    weight_stash_bytes: Bytes = 0
+    rematerialised_bytes: Bytes = 0
+
+
+class EdgeCosts(_FrozenModel):
+    """Times or sizes of a transfer of one microbatch of a length bucket; the fields are those of the edge."""
+
+    forward_s: Seconds | None = None
+    backward_s: Seconds | None = None
+    forward_bytes: Bytes | None = None
+    backward_bytes: Bytes | None = None
+    held_bytes: Bytes | None = None
+
+
+class LengthBucket(_FrozenModel):
+    """Costs of a microbatch of one length: at each stage and each edge, in the order of the spec's own."""
+
+    stages: list[StageCosts]
+    edges: list[EdgeCosts] = []
+
+
 class PipelineSpec(_FrozenModel):
-    """Stages, edges, meshes and costs: what `make_plan` turns into a Plan."""
+    """Stages, edges, meshes and costs: what `make_plan` turns into a Plan.
+
+    With `length_buckets` microbatch m costs what bucket `bucket_of[m]` says; stages and edges themselves then say the
+    most of any bucket.
+    """
 
     microbatches: Annotated[Integer, Field(ge=1, le=1_000_000)]
     meshes: Annotated[list[MeshSpec], Field(min_length=1)]
@@ -178,6 +211,8 @@ class PipelineSpec(_FrozenModel):
     orders: dict[str, list[str]] | None = None
     split_backward: StrictBool | None = None
     max_in_flight: Annotated[Integer, Field(ge=1, le=MAX_JSON_INTEGER)] | None = None
+    length_buckets: list[LengthBucket] = []
+    bucket_of: list[Annotated[Integer, Field(ge=0)]] | None = None
 
 
 def one_stage_per_mesh(spec: PipelineSpec) -> bool:
@@ -221,14 +256,19 @@ def _edges_go_forward(spec: PipelineSpec) -> bool:
 
 
 __all__ = [
+    "EdgeCosts",
     "EdgeSpec",
+    "LengthBucket",
     "LinkSpec",
     "MeshSpec",
     "NetworkSpec",
     "PipelineSpec",
     "RecomputeSpec",
     "SpecError",
+    "StageCosts",
     "StageSpec",
+    "bucket_specs",
+    "change_costs",
     "check_spec",
     "edge_costs",
     "link_contention",
@@ -278,7 +318,10 @@ def check_spec(spec: PipelineSpec) -> None:
     _check_edges(spec)
     _check_totals(spec)
     topological_order(spec)
-    _check_activation_limits(spec)
+    if spec.length_buckets or spec.bucket_of is not None:
+        _check_length_buckets(spec)
+    else:
+        _check_activation_limits(spec)
     _check_receive_limits(spec)
 
 
@@ -398,6 +441,125 @@ def _check_totals(spec: PipelineSpec) -> None:
             f"all microbatches together hold {held} bytes, more than {_MAX_TOTAL_BYTES}, the most that can be "
             "counted: give smaller sizes"
         )
+
+
+def _check_length_buckets(spec: PipelineSpec) -> None:
+    """Checks what each bucket says, and that one microbatch of each that is used fits into memory by itself."""
+    if not spec.length_buckets or spec.bucket_of is None:
+        given, missing = (
+            ("length_buckets", "bucket_of") if spec.length_buckets else ("bucket_of", "length_buckets")
+        )
+        raise SpecError(
+            f"{given} is given without {missing}: give both, or none where all microbatches cost the same"
+        )
+    if len(spec.bucket_of) != spec.microbatches:
+        raise SpecError(
+            f"bucket_of has {len(spec.bucket_of)} entries, but there are {spec.microbatches} microbatches: give the "
+            "index of its length bucket for each of them"
+        )
+    for microbatch, bucket in enumerate(spec.bucket_of):
+        if bucket >= len(spec.length_buckets):
+            raise SpecError(
+                f"bucket_of.{microbatch} is {bucket}, but there are {len(spec.length_buckets)} length_buckets: "
+                f"use 0 to {len(spec.length_buckets) - 1}"
+            )
+    for stage in spec.stages:
+        if stage.recompute_options:
+            raise SpecError(
+                f"stage {stage.name!r} has recompute, which is not planned together with length_buckets: remove it, "
+                "and give the costs and bytes of a stage that recomputes in its buckets"
+            )
+    for index, bucket in enumerate(spec.length_buckets):
+        for what, here, there in (
+            ("stages", bucket.stages, spec.stages),
+            ("edges", bucket.edges, spec.edges),
+        ):
+            if len(here) != len(there):
+                raise SpecError(
+                    f"length_buckets.{index} has costs of {len(here)} {what}, but there are {len(there)}: give those of "
+                    "each, in their order"
+                )
+        for costs, stage in zip(bucket.stages, spec.stages, strict=True):
+            _check_costs_within(f"length_buckets.{index}", costs, f"stage {stage.name!r}", stage)
+        for number, (costs, edge) in enumerate(zip(bucket.edges, spec.edges, strict=True)):
+            _check_costs_within(f"length_buckets.{index}", costs, f"edge {number}", edge)
+    for index in sorted(set(spec.bucket_of)):
+        plain = _bucket_spec(spec, index)
+        try:
+            _check_edges(plain)
+            _check_activation_limits(plain)
+        except SpecError as error:
+            raise SpecError(f"length_buckets.{index}: {error}") from error
+
+
+def _check_costs_within(
+    place: str, costs: StageCosts | EdgeCosts, name: str, most: StageSpec | EdgeSpec
+) -> None:
+    """A bucket says the same fields as the stage or edge itself, and no more in any of them."""
+    for field, value in vars(costs).items():
+        limit = getattr(most, field)
+        if (value is None) != (limit is None):
+            raise SpecError(
+                f"{place} gives {field} {value!r} for {name}, which itself has {limit!r}: give {field} in both or in none"
+            )
+        if value is not None and value > limit:
+            raise SpecError(
+                f"{place} gives {field} {value!r} for {name}, more than the {limit!r} of the {name.split()[0]} itself: "
+                f"give the {name.split()[0]} the most of any bucket"
+            )
+
+
+def bucket_specs(spec: PipelineSpec) -> tuple[list[PipelineSpec], list[int]]:
+    """(specs without buckets, the index of its spec for each microbatch): one for each kind of microbatch that there is.
+
+    Buckets of equal costs are one kind: microbatches of a kind are interchangeable.
+    """
+    if spec.bucket_of is None:
+        return [spec], [0] * spec.microbatches
+    kinds: list[LengthBucket] = []
+    kind_of = {}
+    for index in sorted(set(spec.bucket_of)):
+        bucket = spec.length_buckets[index]
+        if bucket not in kinds:
+            kinds.append(bucket)
+        kind_of[index] = kinds.index(bucket)
+    specs = [_bucket_spec(spec, spec.length_buckets.index(bucket)) for bucket in kinds]
+    return specs, [kind_of[index] for index in spec.bucket_of]
+
+
+def _bucket_spec(spec: PipelineSpec, index: int) -> PipelineSpec:
+    """The spec in which every microbatch is of one bucket."""
+    bucket = spec.length_buckets[index]
+    stages = [
+        stage.model_copy(update=vars(costs)) for stage, costs in zip(spec.stages, bucket.stages, strict=True)
+    ]
+    edges = [
+        edge.model_copy(update=vars(costs)) for edge, costs in zip(spec.edges, bucket.edges, strict=True)
+    ]
+    return spec.model_copy(update={"stages": stages, "edges": edges, "length_buckets": [], "bucket_of": None})
+
+
+def change_costs(
+    spec: PipelineSpec,
+    *,
+    stage: Callable[[StageSpec], StageSpec] = lambda stage: stage,
+    edge: Callable[[EdgeSpec], EdgeSpec] = lambda edge: edge,
+) -> PipelineSpec:
+    """The spec with the costs of all stages and edges changed, in its length buckets too."""
+    buckets = []
+    for index in range(len(spec.length_buckets)):
+        plain = _bucket_spec(spec, index)
+        stages = [
+            StageCosts(**{field: getattr(changed, field) for field in StageCosts.model_fields})
+            for changed in map(stage, plain.stages)
+        ]
+        edges = [
+            EdgeCosts(**{field: getattr(changed, field) for field in EdgeCosts.model_fields})
+            for changed in map(edge, plain.edges)
+        ]
+        buckets.append(LengthBucket(stages=stages, edges=edges))
+    update = {"stages": [stage(s) for s in spec.stages], "edges": [edge(e) for e in spec.edges]}
+    return spec.model_copy(update={**update, **({"length_buckets": buckets} if buckets else {})})
 
 
 def link_costs(network: NetworkSpec) -> Callable[[str, str], tuple[float | None, float]]:

@@ -33,11 +33,13 @@ class Dispatcher:
         self._problem = problem
         self._lanes = to_rows(lanes if lanes is not None else [[] for _ in range(problem.meshes)])
         self._limits = kernels.LaneLimits(
-            activation=problem.activation,
-            stash=problem.stash,
+            activation=problem.activation_by_microbatch,
+            stash=problem.stash_by_microbatch,
+            most_activation=problem.activation,
             activation_limit=no_limits if problem.inference else problem.activation_limit,
             in_flight_cap=np.full(stages, NO_LIMIT, dtype=np.int64),
             source_cap=source_cap,
+            order=np.arange(problem.microbatches, dtype=np.int64),
         )
         self._receives = _receive_buffers(problem, lanes)
 
@@ -48,16 +50,20 @@ class Dispatcher:
         in_flight_cap: np.ndarray | None = None,
         patience: float = 0.0,
         activation_limit: np.ndarray | None = None,
+        order: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """(start, tasks as they began) with `priority` for each task; some are missing where it got stuck.
 
-        `activation_limit` (bytes of each mesh) stands in for the limits of the spec.
+        `activation_limit` (bytes of each mesh) stands in for the limits of the spec. Every kind runs its microbatches in
+        `order`, ascending where there is none.
         """
         limits = self._limits
         if in_flight_cap is not None:
             limits = limits._replace(in_flight_cap=in_flight_cap)
         if activation_limit is not None:
             limits = limits._replace(activation_limit=activation_limit)
+        if order is not None:
+            limits = limits._replace(order=order)
         start, begun, count = kernels.dispatch(
             self._problem.arrays, self._lanes, limits, self._receives, priority, float(patience)
         )

@@ -3,6 +3,8 @@
 The seven of the literature, one-machine relaxations, and memory times time. Microbatches are interchangeable:
 give the j-th run of every kind to microbatch j, and dependencies, resources and what is held at any time stay as
 they were. So every kind may be assumed to run them in order, which strengthens heads and tails.
+Microbatches of different length buckets are not: no order among them is assumed. The exchange holds inside a bucket,
+and sums over microbatches, least heads, least tails and least sizes hold for any order.
 Each bound says why it holds. A bound above a makespan that was reached is a defect (`drop_refuted_bounds`).
 """
 
@@ -24,7 +26,7 @@ _MAX_ONE_MACHINE_TASKS = 200_000  # tasks; beyond, one-machine relaxations are l
 
 @dataclass(frozen=True, eq=False)
 class _KindPaths:
-    """For each kind: earliest start of its first task, and the least time after the end of its last."""
+    """float[kinds, buckets]: earliest start of the first task, least time after the end of the last, and length."""
 
     head: np.ndarray
     tail: np.ndarray
@@ -42,7 +44,7 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
         problem = problem.all_split()
     paths, trips = _kind_paths(problem), _round_trips(problem)
     bounds = {
-        "critical path": float((paths.head + paths.length + paths.tail)[problem.exists[:, 0]].max()),
+        "critical path": float((paths.head + paths.length + paths.tail)[_exists(problem)].max()),
         "mesh work": _mesh_work_bound(problem, paths, weights=True),
         "input gradient work": 0.0 if problem.inference else _mesh_work_bound(problem, paths, weights=False),
         "first backward": 0.0 if problem.inference else _first_backward_bound(problem, paths),
@@ -74,15 +76,31 @@ def drop_refuted_bounds(bounds: Mapping[str, float], makespan: float) -> tuple[d
     return kept, notes
 
 
+def _exists(problem: Problem) -> np.ndarray:
+    """bool[kinds, buckets]."""
+    return problem.exists[:, problem.representatives]
+
+
 def _kind_paths(problem: Problem) -> _KindPaths:
-    length = problem.duration[:, 0]
-    head = np.zeros(problem.kinds)
     order = np.argsort(problem.kind_rank)
-    for kind in order.tolist():
-        for after in problem.dependents[kind]:
-            head[after] = max(head[after], head[kind] + length[kind])
-    tail = kernels.tails(*problem.dependent_rows, length.copy(), order, len(order)) - length
-    return _KindPaths(head, tail, length)
+    heads, tails, lengths = [], [], []
+    for microbatch in problem.representatives.tolist():
+        length = problem.duration[:, microbatch]
+        head = np.zeros(problem.kinds)
+        for kind in order.tolist():
+            for after in problem.dependents[kind]:
+                head[after] = max(head[after], head[kind] + length[kind])
+        heads.append(head)
+        tails.append(kernels.tails(*problem.dependent_rows, length.copy(), order, len(order)) - length)
+        lengths.append(length)
+    return _KindPaths(*(np.column_stack(columns) for columns in (heads, tails, lengths)))
+
+
+def _work(problem: Problem, length: np.ndarray) -> float:
+    """Seconds of all microbatches, from the lengths float[kinds, buckets] of some kinds."""
+    return sum(
+        count * float(length[:, bucket].sum()) for bucket, count in enumerate(problem.bucket_sizes.tolist())
+    )
 
 
 def _kinds_of_mesh(problem: Problem, mesh: int, ops: tuple[int, ...]) -> np.ndarray:
@@ -109,7 +127,7 @@ def _mesh_work_bound(problem: Problem, paths: _KindPaths, *, weights: bool) -> f
             final = _without_forwards(problem, kinds)
         else:
             final = kinds
-        work = problem.microbatches * paths.length[kinds].sum()
+        work = _work(problem, paths.length[kinds])
         best = max(best, float(paths.head[kinds].min() + work + paths.tail[final].min()))
     return best
 
@@ -126,32 +144,35 @@ def _first_backward_bound(problem: Problem, paths: _KindPaths) -> float:
     for mesh in range(problem.meshes):
         stages = np.flatnonzero(problem.mesh_of_stage == mesh).tolist()
         kinds = _kinds_of_mesh(problem, mesh, (FORWARD, BACKWARD, WEIGHT))
-        backward = min(float(paths.head[problem.kind(s, BACKWARD)]) for s in stages)
+        backward = min(float(paths.head[problem.kind(s, BACKWARD)].min()) for s in stages)
         first = float(paths.head[kinds].min())
         before = min(_forward_work(problem, stages, int(limits[mesh])), backward - first)
         tail = float(paths.tail[_without_forwards(problem, kinds)].min())
-        work = problem.microbatches * float(paths.length[kinds].sum())
+        work = _work(problem, paths.length[kinds])
         best = max(best, backward + work - before + tail)
     return best
 
 
 def _forward_work(problem: Problem, stages: list[int], limit: int) -> float:
     """Most seconds of forwards that a mesh can run before any backward (a fractional knapsack, from above)."""
-    microbatches = problem.microbatches
-    forward_s = [float(problem.duration[problem.kind(s, FORWARD), 0]) for s in range(problem.stages)]
-    free = sum(forward_s[s] for s in stages if limit < 0 or not problem.activation[s]) * microbatches
+    forward_s = problem.duration[:, problem.representatives]
+    activation = problem.activation_by_microbatch[:, problem.representatives]
+    sizes = problem.bucket_sizes.tolist()
+    free, sized = 0.0, []
+    for bucket, count in enumerate(sizes):
+        seconds = {s: float(forward_s[problem.kind(s, FORWARD), bucket]) for s in stages}
+        free += sum(seconds[s] for s in stages if limit < 0 or not activation[s, bucket]) * count
+        sized += [(seconds[s], int(activation[s, bucket]), count) for s in stages if activation[s, bucket]]
     if limit < 0:
         return float(free)
-    sized = [s for s in stages if problem.activation[s]]
     if len(sized) == 1:
-        return float(
-            free + min(limit // int(problem.activation[sized[0]]), microbatches) * forward_s[sized[0]]
-        )
+        seconds_each, held, count = sized[0]
+        return float(free + min(limit // held, count) * seconds_each)
     left = float(limit)
-    for stage in sorted(sized, key=lambda s: -forward_s[s] / problem.activation[s]):
-        count = min(left / problem.activation[stage], microbatches)
-        free += count * forward_s[stage]
-        left -= count * problem.activation[stage]
+    for seconds_each, held, most in sorted(sized, key=lambda item: -item[0] / item[1]):
+        count = min(left / held, most)
+        free += count * seconds_each
+        left -= count * held
     return float(free)
 
 
@@ -164,7 +185,8 @@ def _stage_limits(problem: Problem) -> np.ndarray:
     longer than the tolerance within which two times are one instant.
     """
     limits = problem.relaxed_activation_limit[problem.mesh_of_stage]
-    length, least = problem.duration.max(axis=1), 2 * TOLERANCE * float(problem.duration.sum())
+    least = 2 * TOLERANCE * float(problem.duration.sum())
+    length = problem.duration.max(axis=1) if problem.interchangeable else problem.duration.min(axis=1)
     for stage in range(problem.stages):
         mesh, forward = int(problem.mesh_of_stage[stage]), problem.kind(stage, FORWARD)
         backwards = _without_forwards(problem, _kinds_of_mesh(problem, mesh, (BACKWARD, WEIGHT)))
@@ -178,7 +200,7 @@ def _stage_limits(problem: Problem) -> np.ndarray:
 
 
 def _lasting_bytes(problem: Problem, kinds: list[int], lasting: np.ndarray) -> int:
-    return sum(int(problem.size[kind]) for kind in kinds if lasting[kind])
+    return sum(int(problem.least_size[kind]) for kind in kinds if lasting[kind])
 
 
 def _mesh_limits(problem: Problem) -> np.ndarray:
@@ -200,32 +222,41 @@ def in_flight_caps(problem: Problem) -> list[int]:
         limit = int(limits[stage])
         cap = problem.microbatches
         if limit >= 0 and problem.activation[stage]:
-            cap = min(cap, limit // int(problem.activation[stage]))
+            cap = min(cap, _microbatches_that_fit(problem, stage, limit))
         if problem.spec.max_in_flight is not None and not problem.sources[stage]:
             cap = min(cap, problem.spec.max_in_flight)
         caps.append(max(cap, 1))
     return caps
 
 
+def _microbatches_that_fit(problem: Problem, stage: int, limit: int) -> int:
+    """The most microbatches whose activations of a stage fit together: the smallest."""
+    if problem.interchangeable:
+        return limit // int(problem.activation[stage])
+    held = np.cumsum(np.sort(problem.activation_by_microbatch[stage]))
+    return int(np.searchsorted(held, limit, side="right"))
+
+
 def _round_trips(problem: Problem) -> np.ndarray:
-    """float[stages]: least seconds from the start of a forward to the end of its backward's first part.
+    """float[stages, buckets]: least seconds from the start of a forward to the end of its backward's first part.
 
     The longest path that begins with that forward itself. A wait for another branch, at a join before the
     backward, is not on it: the first microbatch pays it, and a later one may find it paid.
     """
-    trips = np.zeros(problem.stages)
+    trips = np.zeros((problem.stages, len(problem.representatives)))
     order = np.argsort(problem.kind_rank).tolist()
-    length = problem.duration[:, 0]
-    for stage in range(problem.stages):
-        end = np.full(problem.kinds, -np.inf)
-        forward = problem.kind(stage, FORWARD)
-        end[forward] = length[forward]
-        for kind in order:
-            if end[kind] == -np.inf:
-                continue
-            for after in problem.dependents[kind]:
-                end[after] = max(end[after], end[kind] + length[after])
-        trips[stage] = end[problem.kind(stage, BACKWARD)]
+    for bucket, microbatch in enumerate(problem.representatives.tolist()):
+        length = problem.duration[:, microbatch]
+        for stage in range(problem.stages):
+            end = np.full(problem.kinds, -np.inf)
+            forward = problem.kind(stage, FORWARD)
+            end[forward] = length[forward]
+            for kind in order:
+                if end[kind] == -np.inf:
+                    continue
+                for after in problem.dependents[kind]:
+                    end[after] = max(end[after], end[kind] + length[after])
+            trips[stage, bucket] = end[problem.kind(stage, BACKWARD)]
     return trips
 
 
@@ -235,13 +266,17 @@ def _in_flight_bound(problem: Problem, paths: _KindPaths, trips: np.ndarray) -> 
     So forward r + q k (r < k) starts at least q round trips after forward r, which starts r forwards after the
     first of its stage. What recurs each round is the path from the forward to its own backward; the
     earliest start of the first forward counts once, at the beginning.
+    In any order: let f(n) be the start of the n-th forward to begin. When number n = r + k begins, at least r + 1
+    microbatches have come back; one of them began as number r or later, so f(r + k) is a round trip, of the
+    microbatch with the shortest, behind f(r).
     """
     best = 0.0
     for stage, cap in enumerate(in_flight_caps(problem)):
         forward, backward = problem.kind(stage, FORWARD), problem.kind(stage, BACKWARD)
         rounds, rest = divmod(problem.microbatches - 1, cap)
-        last = paths.head[forward] + rounds * trips[stage] + rest * paths.length[forward]
-        best = max(best, float(last + trips[stage] + paths.tail[backward]))
+        trip = trips[stage].min()
+        last = paths.head[forward].min() + rounds * trip + rest * paths.length[forward].min()
+        best = max(best, float(last + trip + paths.tail[backward].min()))
     return best
 
 
@@ -250,6 +285,8 @@ def _memory_time_bound(problem: Problem, paths: _KindPaths, trips: np.ndarray) -
 
     A microbatch holds a stage's activation for at least the round trip, and its stash for at least W. All of it
     lies between the earliest forward of the mesh and the last action that gives something back.
+    Bytes of unequal microbatches are rounded, too, so that what leaves no room for another counts as the whole limit:
+    whatever fits together at a time still does so (see `_rounded`).
     """
     best = 0.0
     limits = _mesh_limits(problem)
@@ -259,12 +296,34 @@ def _memory_time_bound(problem: Problem, paths: _KindPaths, trips: np.ndarray) -
             continue
         stages = np.flatnonzero(problem.mesh_of_stage == mesh)
         weight_s = paths.length[problem.kind(stages, WEIGHT)]  # 0 where a backward is not split
-        held = problem.activation[stages] * trips[stages] + problem.stash[stages] * weight_s
+        here = np.ix_(stages, problem.representatives)
+        activation, stash = problem.activation_by_microbatch[here], problem.stash_by_microbatch[here]
         kinds = _kinds_of_mesh(problem, mesh, (BACKWARD, WEIGHT))
         head = float(paths.head[problem.kind(stages, FORWARD)].min())
-        span = problem.microbatches * float(held.sum()) / limit
-        best = max(best, head + span + float(paths.tail[kinds].min()))
+        for threshold in [0] if problem.interchangeable else _thresholds(activation, limit):
+            held = _rounded(activation, limit, threshold) * trips[stages]
+            held = held + _rounded(stash, limit, threshold) * weight_s
+            span = _work(problem, held) / limit
+            best = max(best, head + span + float(paths.tail[kinds].min()))
     return best
+
+
+def _rounded(sizes: np.ndarray, limit: int, threshold: int) -> np.ndarray:
+    """Sizes above limit − threshold count as the limit, those below the threshold as nothing.
+
+    A dual feasible function (Fekete and Schepers 2001) of whole sizes, for thresholds up to half of limit + 1: of sizes
+    that fit into the limit together at most one is above limit − threshold, and beside it all others are below the
+    threshold; where none is, no size grows. It does not fall as sizes grow, so what is given back in part still fits.
+    """
+    if not threshold:
+        return sizes
+    return np.where(sizes > limit - threshold, limit, np.where(sizes < threshold, 0, sizes))
+
+
+def _thresholds(sizes: np.ndarray, limit: int) -> list[int]:
+    """0, and the thresholds from which another size counts as the whole limit, or up to which one counts."""
+    found = {0, *sizes.ravel().tolist(), *(limit - sizes + 1).ravel().tolist()}
+    return sorted(threshold for threshold in found if 0 <= threshold <= (limit + 1) // 2)
 
 
 def _link_bound(problem: Problem, paths: _KindPaths) -> float:
@@ -273,14 +332,14 @@ def _link_bound(problem: Problem, paths: _KindPaths) -> float:
     One at a time, none before the least head, and after the last of them the least tail.
     """
     best = 0.0
-    there = problem.exists[:, 0]
+    there = _exists(problem)[:, 0]
     for resource in np.unique(problem.resources[problem.compute_kinds :]).tolist():
         if resource < 0:
             continue
         kinds = np.flatnonzero(problem.kinds_on(resource) & there)
         if not len(kinds):
             continue
-        work = problem.microbatches * paths.length[kinds].sum()
+        work = _work(problem, paths.length[kinds])
         best = max(best, float(paths.head[kinds].min() + work + paths.tail[kinds].min()))
     return best
 
@@ -295,16 +354,17 @@ def _uniform_chain_bound(problem: Problem, paths: _KindPaths) -> float:
     best = 0.0
     for stage in range(problem.stages):
         forward, backward = problem.kind(stage, FORWARD), problem.kind(stage, BACKWARD)
-        work = problem.microbatches * (paths.length[forward] + paths.length[backward])
-        best = max(best, float(paths.head[forward] + work + paths.tail[backward]))
+        work = _work(problem, paths.length[[forward, backward]])
+        best = max(best, float(paths.head[forward].min() + work + paths.tail[backward].min()))
     return best
 
 
 def _one_machine_bound(problem: Problem) -> float:
     """Every resource alone, preemptive, with each task's head and tail (Jackson's bound).
 
-    Heads and tails are longest paths over dependencies, the order within kinds (the exchange argument above), and
-    forward m after backward m − k where at most k are in flight.
+    Heads and tails are longest paths over dependencies, the order within kinds (the exchange argument above: of the
+    microbatches of one bucket), and, where all are interchangeable, forward m after backward m − k where at most k are
+    in flight.
     """
     head, tail = _task_paths(problem)
     exists, duration = problem.exists.reshape(-1), problem.duration.reshape(-1)
@@ -323,9 +383,11 @@ def _task_paths(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     microbatches, exists = problem.microbatches, problem.exists
     edges = [problem.dependency_edges]
     row = np.arange(microbatches, dtype=np.int64)
+    later = row[problem.previous_in_bucket >= 0]
+    earlier = problem.previous_in_bucket[later]
     for kind in np.flatnonzero(exists[:, 0] & (problem.resources >= 0).any(axis=1)).tolist():
-        edges.append((kind * microbatches + row[:-1], kind * microbatches + row[1:]))
-    if not problem.inference:
+        edges.append((kind * microbatches + earlier, kind * microbatches + later))
+    if problem.interchangeable and not problem.inference:
         for stage, cap in enumerate(in_flight_caps(problem)):
             if cap < microbatches:
                 backward, forward = problem.kind(stage, BACKWARD), problem.kind(stage, FORWARD)

@@ -50,7 +50,9 @@ def _next_wait(timeline: Timeline, mesh: int, at_s: float) -> tuple[int, int] | 
     problem, lane, moves = timeline.problem, timeline.lanes[mesh], timeline.transfers
     until = at_s * (1 + TOLERANCE)
     kinds = moves // problem.microbatches
-    lasting = problem.size[kinds] > 0
+    lasting = (
+        problem.size[kinds] if problem.interchangeable else problem.size_by_microbatch.reshape(-1)[moves]
+    ) > 0
     arriving = moves[lasting & (problem.receiver_of_kind[kinds] == mesh)]
     arriving = arriving[np.abs(timeline.start[arriving] - at_s) <= at_s * TOLERANCE]
     running = lane[(timeline.start[lane] < until) & (timeline.end[lane] > until)]

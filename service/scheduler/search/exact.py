@@ -1,7 +1,9 @@
 """The exact solver: OR-Tools CP-SAT on a whole problem or a window, for a shorter plan or a proof.
 
 Model: starts of tasks, exclusive resources, memory, receive buffers. Microbatches are interchangeable, so every
-kind runs them in order (exchange argument): no optimum is lost. Durations become integers, rounded down where no
+kind runs them in order (exchange argument): no optimum is lost. Those of different length buckets are not: there a
+kind runs in order those of one bucket, what is held is counted over time, and `keep_microbatch_order` restricts a
+model to the order of its hint, for a shorter plan and no proof. Durations become integers, rounded down where no
 scale is exact, which keeps the solver's bound a bound.
 Deterministic: one worker, a fixed seed, and limits in the solver's own deterministic time.
 """
@@ -28,6 +30,8 @@ from service.scheduler.search.windows import Window, WindowModel, cp_model_modul
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
+    _Span = tuple[cp_model.LinearExprT, cp_model.LinearExprT, int]
+
 
 def exact_model_size(problem: Problem) -> int:
     """About how many variables and literals the model has."""
@@ -42,7 +46,9 @@ def exact_model_size(problem: Problem) -> int:
         here = np.flatnonzero(problem.mesh_of_stage == mesh)
         if limit < 0:
             continue
-        if len(here) == 1:
+        if not problem.interchangeable:
+            size += 3 * len(here) * problem.microbatches
+        elif len(here) == 1:
             size += problem.microbatches * min(
                 problem.microbatches, limit // max(int(problem.activation[here[0]]), 1)
             )
@@ -62,6 +68,8 @@ class ExactModel:
         self.start: dict[int, cp_model.IntVar] = {}
         self._limits_buffers = bool((problem.receive_limit >= 0).any())
         self._limits_bytes = bool((problem.memory_limit >= 0).any()) and not problem.inference
+        differ = not problem.interchangeable and not problem.inference
+        self._counts_activations = differ and bool((problem.activation_capacity >= 0).any())
         self._models_transfers = problem.contended or self._limits_buffers or self._limits_bytes
         self.horizon = math.floor(hint.makespan * scale * (1 + 1e-12) + 1e-6)
         self._hint = np.floor(hint.start * scale + 1e-6).astype(np.int64)
@@ -79,9 +87,11 @@ class ExactModel:
         self._add_makespan(math.ceil(lower_bound_s * scale * (1 - 1e-12) - 1e-6))
 
     def within(self, deterministic_limit: float) -> float:
-        """The deterministic time for which a solver of this model takes about as long as of one without limits of bytes,
-        whose constraints the solver hardly counts, for `deterministic_limit`."""
-        return deterministic_limit / (_UNCOUNTED_WORK_OF_BYTES if self._limits_bytes else 1.0)
+        """The deterministic time for which a solver of this model takes about as long as of one without limits of what is
+        held over time, whose constraints the solver hardly counts, for `deterministic_limit`."""
+        if self._limits_bytes:
+            return deterministic_limit / _UNCOUNTED_WORK_OF_BYTES
+        return deterministic_limit / (_UNCOUNTED_WORK_OF_ACTIVATIONS if self._counts_activations else 1.0)
 
     def _kinds(self) -> range:
         return range(self.problem.kinds if self._models_transfers else self.problem.compute_kinds)
@@ -107,8 +117,9 @@ class ExactModel:
         for kind in self._kinds():
             for m in np.flatnonzero(problem.exists[kind]).tolist():
                 task = kind * microbatches + m
-                if m and task - 1 in self.start:
-                    self.model.add(self.start[task] >= self._task_end(task - 1))
+                previous = kind * microbatches + int(problem.previous_in_bucket[m])
+                if problem.previous_in_bucket[m] >= 0 and previous in self.start:
+                    self.model.add(self.start[task] >= self._task_end(previous))
                 for need in problem.dependencies[kind]:
                     self._add_precedence(task, need, m, 0)
 
@@ -139,6 +150,10 @@ class ExactModel:
         for stage in range(problem.stages):
             if cap is not None and not problem.sources[stage]:
                 self._limit_in_flight(stage, WEIGHT, cap)
+        if not problem.interchangeable:
+            for mesh in np.flatnonzero(problem.activation_capacity >= 0).tolist():
+                self._fit(self._activation_spans(mesh), int(problem.activation_capacity[mesh]))
+            return
         for mesh in range(problem.meshes):
             limit = int(problem.activation_limit[mesh])
             here = np.flatnonzero(problem.mesh_of_stage == mesh).tolist()
@@ -160,7 +175,21 @@ class ExactModel:
                     self._limit_shared_mesh(stage, m, here, limit)
 
     def _limit_in_flight(self, stage: int, ended: int, distance: int) -> None:
-        """Forward m starts after action m − distance (of kind `ended`, or the whole backward) has ended."""
+        """Forward m starts after action m − distance (of kind `ended`, or the whole backward) has ended.
+
+        Microbatches that are not interchangeable come in any order: at no time more than `distance` are between the two.
+        """
+        if not self.problem.interchangeable:
+            spans = [
+                (
+                    self.start[self.problem.task(stage, FORWARD, m)],
+                    self._task_end(self._ending_task(stage, ended, m)),
+                    1,
+                )
+                for m in range(self.problem.microbatches)
+            ]
+            self._fit(spans, distance)
+            return
         for m in range(distance, self.problem.microbatches):
             forward = self.start[self.problem.task(stage, FORWARD, m)]
             self.model.add(forward >= self._task_end(self._ending_task(stage, ended, m - distance)))
@@ -252,19 +281,10 @@ class ExactModel:
     def _add_bytes(self, mesh: int) -> None:
         """Everything that a mesh holds at any time fits into memory_bytes: activations, stashes, tensors on their way."""
         problem, microbatches = self.problem, self.problem.microbatches
-        spans: list[tuple[cp_model.LinearExprT, cp_model.LinearExprT, int]] = []
-        for stage in np.flatnonzero(problem.mesh_of_stage == mesh).tolist():
-            activation, again = int(problem.activation[stage]), int(problem.rematerialised[stage])
-            for m in range(microbatches):
-                forward, backward = (self.start[problem.task(stage, op, m)] for op in (FORWARD, BACKWARD))
-                end = self._task_end(problem.task(stage, BACKWARD, m))
-                spans += [(forward, end, activation), (backward, end, again)]
-                if not problem.fused[stage, m]:
-                    last = self._task_end(problem.task(stage, WEIGHT, m))
-                    spans.append((end, last, int(problem.whole_stash[stage])))
+        spans = self._activation_spans(mesh)
         for kind in range(problem.compute_kinds, problem.kinds):
-            size = int(problem.size[kind])
             for m in range(microbatches):
+                size = int(problem.size_by_microbatch[kind, m])
                 task = kind * microbatches + m
                 if problem.receiver_of_kind[kind] == mesh:
                     used = [self._task_end(user * microbatches + m) for user in problem.dependents[kind]]
@@ -272,12 +292,29 @@ class ExactModel:
                 if problem.sender_of_kind[kind] == mesh:
                     made = [self._task_end(maker * microbatches + m) for maker in problem.dependencies[kind]]
                     spans.append((self._extreme(made, latest=False), self._task_end(task), size))
+        self._fit(spans, int(problem.memory_limit[mesh] - problem.static_bytes[mesh]))
+
+    def _activation_spans(self, mesh: int) -> list[_Span]:
+        """(from, to, bytes) of activations, of what comes back for a backward, and of stashes."""
+        problem, spans = self.problem, []
+        activation, again = problem.activation_by_microbatch, problem.rematerialised_by_microbatch
+        for stage in np.flatnonzero(problem.mesh_of_stage == mesh).tolist():
+            for m in range(problem.microbatches):
+                forward, backward = (self.start[problem.task(stage, op, m)] for op in (FORWARD, BACKWARD))
+                end = self._task_end(problem.task(stage, BACKWARD, m))
+                spans += [(forward, end, int(activation[stage, m])), (backward, end, int(again[stage, m]))]
+                if not problem.fused[stage, m]:
+                    last = self._task_end(problem.task(stage, WEIGHT, m))
+                    spans.append((end, last, int(problem.whole_stash_by_microbatch[stage, m])))
+        return spans
+
+    def _fit(self, spans: list[_Span], room: int) -> None:
+        """At no time the spans hold more than `room` together."""
         spans = [span for span in spans if span[2]]
         intervals = [
             self.model.new_interval_var(begin, self.model.new_int_var(0, self.horizon, ""), end, "")
             for begin, end, _ in spans
         ]
-        room = int(problem.memory_limit[mesh] - problem.static_bytes[mesh])
         self.model.add_cumulative(intervals, [size for _, _, size in spans], room)
 
     def _extreme(self, times: list[cp_model.LinearExpr], *, latest: bool) -> cp_model.LinearExprT:
@@ -297,9 +334,17 @@ class ExactModel:
         self.model.minimize(makespan)
 
     def _last_ends(self) -> list[cp_model.LinearExpr]:
-        last = self.problem.microbatches - 1
+        last = np.setdiff1d(np.arange(self.problem.microbatches), self.problem.previous_in_bucket).tolist()
         op = FORWARD if self.problem.inference else WEIGHT
-        return [self._task_end(self._ending_task(stage, op, last)) for stage in range(self.problem.stages)]
+        stages = range(self.problem.stages)
+        return [self._task_end(self._ending_task(stage, op, m)) for stage in stages for m in last]
+
+    def keep_microbatch_order(self, hint: Timeline) -> None:
+        """Every kind runs its microbatches in the order in which the hint does."""
+        kinds = hint.sequence // self.problem.microbatches
+        for kind in self._kinds():
+            for before, after in pairwise(hint.sequence[kinds == kind].tolist()):
+                self.model.add(self.start[after] >= self._task_end(before))
 
     def keep_order(self, hint: Timeline, fixed: np.ndarray) -> None:
         """Tasks marked `fixed` stay in the hint's order on every resource."""
@@ -308,7 +353,10 @@ class ExactModel:
         for resource in problem.exclusive_resources:
             here = hint.sequence[problem.kinds_on(resource)[kinds] & fixed[hint.sequence]].tolist()
             for before, after in pairwise(here):
-                if before // problem.microbatches != after // problem.microbatches:
+                if (
+                    not problem.interchangeable
+                    or before // problem.microbatches != after // problem.microbatches
+                ):
                     self.model.add(self.start[after] >= self._task_end(before))
 
     def end_before(self, latest: int) -> None:
@@ -353,6 +401,8 @@ _MIN_GAIN = 1e-7  # relative: less is not worth a rearrangement
 _UNCOUNTED_WORK_OF_BYTES = 40.0
 """Seconds of a solver that watches bytes over those of another one with as much deterministic time: 215 to 325 beside 5 to
 13 a unit, on named schedules of a U-Net within memory."""
+_UNCOUNTED_WORK_OF_ACTIVATIONS = 5.0
+"""The same of one that counts activations over time: 3 to 6 on four meshes, 16 microbatches and four buckets."""
 _ROUNDED_HORIZON = 2**46  # rounding down then costs far less than the tolerance of times
 
 
@@ -372,11 +422,17 @@ def solve(
     lower_bound_s: float,
     deterministic_limit: float,
     strong: bool = False,
+    keep_order: bool = False,
     expired: Callable[[], bool] | None = None,
 ) -> ExactResult:
-    """Search for a timeline shorter than `hint`; `strong` propagates more at each node of the search."""
+    """Search for a timeline shorter than `hint`; `strong` propagates more at each node of the search.
+
+    With `keep_order` microbatches come in the order of the hint, and the bound is none for other orders.
+    """
     scale, lengths = integer_durations(problem)
     model = ExactModel(problem, hint, lengths, scale, lower_bound_s)
+    if keep_order:
+        model.keep_microbatch_order(hint)
     solver = _new_solver(model.within(deterministic_limit))
     solver.parameters.use_strong_propagation_in_disjunctive = strong
     status = _solve_until_expired(solver, model.model, expired)

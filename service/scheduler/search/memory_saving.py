@@ -27,6 +27,7 @@ from service.scheduler.problem.memory import (
 from service.scheduler.problem.problem import Problem
 from service.scheduler.problem.timeline import OrderError, Timeline, earliest_times, lane_edges, simulate
 from service.scheduler.search import priority_rules
+from service.scheduler.search.microbatch_orders import begun_order
 
 STRETCH_FACTORS = (2.0, 4.0)  # of the length of transfers
 
@@ -47,11 +48,14 @@ class TransferSlack:
 
 def stretch_transfers(problem: Problem, factor: float) -> Problem:
     """The same problem with transfers that take `factor` times as long."""
-    transfers = tuple(
-        replace(transfer, forward_s=transfer.forward_s * factor, backward_s=transfer.backward_s * factor)
-        for transfer in problem.transfers
+    costs = tuple(
+        tuple(
+            replace(transfer, forward_s=transfer.forward_s * factor, backward_s=transfer.backward_s * factor)
+            for transfer in transfers
+        )
+        for transfers in problem.transfer_costs
     )
-    return replace(problem, transfers=transfers)
+    return replace(problem, transfer_costs=costs)
 
 
 def stretched_makespan(timeline: Timeline, factor: float) -> float:
@@ -106,11 +110,12 @@ class _MemorySaver:
         self._peaks, self._buffers = self._costs(timeline)
         self._slack = TransferSlack(timeline)
         by_mesh = [np.flatnonzero(self.problem.mesh_of_stage == p) for p in range(self.problem.meshes)]
-        self._bytes_per_microbatch = [int(self.problem.activation[stages].sum()) for stages in by_mesh]
-        self._unit = [
-            math.gcd(*self.problem.activation[stages].tolist(), *self.problem.stash[stages].tolist())
-            for stages in by_mesh
-        ]
+        self._bytes_per_microbatch = self.problem.most_activation_of_mesh.tolist()
+        columns = self.problem.representatives
+        held = np.hstack(
+            [self.problem.activation_by_microbatch[:, columns], self.problem.stash_by_microbatch[:, columns]]
+        )
+        self._unit = [math.gcd(*held[stages].ravel().tolist()) for stages in by_mesh]
 
     def run(self) -> Timeline:
         holding = [p for p in range(self.problem.meshes) if self._unit[p]]
@@ -148,8 +153,11 @@ class _MemorySaver:
             if self._rule_runs > _MIN_RUNS_FOR_STRETCHED:
                 problems += [stretch_transfers(self.problem, factor) for factor in STRETCH_FACTORS]
             self._runners = [priority_rules.RuleRunner(problem) for problem in problems]
+        order = None if self.problem.interchangeable else begun_order(self.best)
         for runner in self._runners:
             for rule in islice(priority_rules.standard_rules(self.problem), _RULES_WITHOUT_CAP):
+                if order is not None:
+                    rule = replace(rule, order=order)
                 if sum(other.runs for other in self._runners) == self._rule_runs:
                     return False
                 timeline = runner.timeline(rule, np.array(limits, dtype=np.int64))

@@ -1,13 +1,15 @@
 """Priority rules: list scheduling within memory limits, and a random search over the rules themselves.
 
-A rule treats every microbatch the same, so a good one found on a pipeline of any length is a pattern. The
-dispatcher counts activations; what send and receive buffers take beside them shows only afterwards, so a rule
-runs again with tighter activation limits. Deterministic: one seeded generator, budgets counted in runs.
+A rule treats every microbatch the same, but for the order in which they begin, so a good one found on a pipeline of
+any length is a pattern. The dispatcher counts activations; what send and receive buffers take beside them shows only
+afterwards, so a rule runs again with tighter activation limits. Deterministic: one seeded generator, budgets counted
+in runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,9 +20,12 @@ from service.scheduler.problem.memory import peak_memory
 from service.scheduler.problem.problem import Problem
 from service.scheduler.problem.timeline import Dispatcher, Timeline, make_timeline
 from service.scheduler.search.delays import alap_transfers
+from service.scheduler.search.microbatch_orders import candidate_orders, change_order
 from service.scheduler.search.origin import RULES_SEED
 
 _POOL_SIZE = 20
+_CHANGED_RULES = 4  # rules whose orders of microbatches change, one after the other
+_ORDER_CHANGES = 0.5  # of the changes of a rule, where microbatches differ
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +33,8 @@ class Rule:
     """Ready tasks go by `path` · longest path behind + `offset` of their kind − `slope` · microbatch.
 
     `cap` bounds the microbatches between F and backward at each stage; a lane waits up to
-    `patience` of an action's length for a more urgent one. Offsets and slope count mean action lengths.
+    `patience` of an action's length for a more urgent one. Offsets and slope count mean action lengths. Microbatches
+    begin in `order` (ascending where None), and the slope counts its places.
     """
 
     path: float
@@ -36,6 +42,7 @@ class Rule:
     slope: float
     cap: np.ndarray
     patience: float
+    order: np.ndarray | None = None
 
 
 class RuleRunner:
@@ -68,12 +75,14 @@ class RuleRunner:
         self.runs += 1
         weight = rule.path * self._path
         weight[: self.problem.compute_kinds] += rule.offset * self.unit
-        priority = (weight[:, None] - (rule.slope * self.unit) * self._microbatch).reshape(-1)
+        place = self._microbatch if rule.order is None else np.argsort(rule.order)
+        priority = (weight[:, None] - (rule.slope * self.unit) * place).reshape(-1)
         return self._dispatcher.run(
             priority,
             in_flight_cap=rule.cap,
             patience=rule.patience,
             activation_limit=activation_limit,
+            order=rule.order,
         )
 
 
@@ -112,6 +121,7 @@ def search_rules(
 ) -> tuple[float, list[Rule]] | None:
     """The best makespan after `runs` runs and the rules, best first; ends early at `goal_s` or when `stop` says so."""
     generator = np.random.default_rng(RULES_SEED)
+    orders = candidate_orders(runner.problem)
     pool: list[tuple[float, int, Rule]] = []
     number = 0
     for number in range(1, runs + 1):
@@ -120,6 +130,8 @@ def search_rules(
         explore = number <= runs * 2 // 5 or not pool
         if explore:
             at, rule = -1, _random_rule(runner.problem, generator)
+            if len(orders) > 1:
+                rule = replace(rule, order=orders[int(generator.integers(len(orders)))])
         else:
             at = int(min(generator.integers(len(pool)), generator.integers(len(pool))))
             rule = _mutate(pool[at][2], runner.problem, generator)
@@ -135,6 +147,34 @@ def search_rules(
         if pool[0][0] <= goal_s:
             break
     return (pool[0][0], [rule for _, _, rule in pool]) if pool else None
+
+
+def improve_orders(
+    runner: RuleRunner, rules: Sequence[Rule], orders: Sequence[np.ndarray], *, changes: int, goal_s: float
+) -> list[Rule]:
+    """The best few of the rules with each of the orders of microbatches, after random `changes` of their orders.
+
+    Best first, each change kept where the makespan is no longer; ends early at `goal_s`.
+    """
+    generator = np.random.default_rng(RULES_SEED)
+    every, makespans = [], []
+    for order, rule in itertools.product(orders, rules):
+        every.append(replace(rule, order=order))
+        makespans.append(runner.makespan(every[-1]))
+        if makespans[-1] <= goal_s:
+            return every[-1:]
+    best = np.argsort(makespans, kind="stable")[:_CHANGED_RULES].tolist()
+    pool = [(makespans[i], number, every[i]) for number, i in enumerate(best) if np.isfinite(makespans[i])]
+    for turn in range(changes if pool else 0):
+        least, number, rule = pool[turn % len(pool)]
+        assert rule.order is not None
+        changed = replace(rule, order=change_order(rule.order, generator))
+        makespan = runner.makespan(changed)
+        if makespan <= least:
+            pool[turn % len(pool)] = makespan, number, changed
+        if makespan <= goal_s:
+            break
+    return [rule for _, _, rule in sorted(pool, key=lambda item: item[:2])]
 
 
 def _random_rule(problem: Problem, generator: np.random.Generator) -> Rule:
@@ -155,6 +195,9 @@ def _random_rule(problem: Problem, generator: np.random.Generator) -> Rule:
 
 def _mutate(rule: Rule, problem: Problem, generator: np.random.Generator) -> Rule:
     stages = problem.stages
+    if not problem.interchangeable and generator.random() < _ORDER_CHANGES:
+        assert rule.order is not None
+        return replace(rule, order=change_order(rule.order, generator))
     for _ in range(int(generator.integers(1, 4))):
         draw = generator.random()
         if draw < 0.4:

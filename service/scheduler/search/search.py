@@ -7,6 +7,7 @@ Deterministic: budgets count runs and the solver's deterministic time. A deadlin
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from service.scheduler.search import exact, priority_rules, steady_state
 from service.scheduler.search.bounds import drop_refuted_bounds, lower_bounds
 from service.scheduler.search.delays import alap_transfers, delay_forwards
 from service.scheduler.search.large_neighbourhoods import large_neighbourhood_search
+from service.scheduler.search.microbatch_orders import candidate_orders
 from service.scheduler.search.origin import FIRST_RUN_SEED
 from service.scheduler.search.priority_rules import (
     COMPARED_RULES,
@@ -46,6 +48,9 @@ _TABU_TASKS_PER_SECOND = 50_000_000  # tasks times iterations of one thread
 _SOLVER_TIME_PER_SECOND = 0.15  # CP-SAT's deterministic time on a whole problem,
 _WINDOW_SOLVER_TIME_PER_SECOND = 0.12  # and on parts, where more of it goes into building models
 _MAX_DELAYED_PLANS = 4  # plans of rules that are too full, with forwards that wait for memory
+_RULES_FOR_EACH_ORDER = 6  # how many of the best rules run with each other order of microbatches,
+_LIMITED_RULES_FOR_EACH_ORDER = 2  # and within memory that buffers share
+_CONSTRUCTIVE_ORDER_CHANGES = 100  # of the orders of a constructive plan
 _RULES_FROM_SHORT_STEP = 4  # how many rules that a short step says are good
 _UNCOUNTED_SHARE = 0.1  # of the budget: what constructive plans may take beside it
 _MODEL_S_PER_LITERAL = (
@@ -235,16 +240,42 @@ class _Search:
         return self._constructive.spent_s
 
     def try_standard_rules(self) -> None:
-        """The standard rules, each once; for a long step the best ones on a short step."""
+        """The standard rules, each once; for a long step the best ones on a short step. Where microbatches differ, the
+        best of them with other orders of the microbatches, too."""
         chosen = priority_rules.standard_rules(self.problem)
         if self._short is not None and self.large:
             chosen = steady_state.rank_rules(self.problem, self._short, COMPARED_RULES)
-        for rule in chosen:
+        ranked: list[tuple[float, int, priority_rules.Rule]] = []
+        for number, rule in enumerate(chosen):
             if self.best is not None and self.done:
                 return
-            self._offer_starts(self._follow(rule))
-            if self._limited and not self.large:
-                self._offer_starts(self._follow(rule, late=False))
+            ranked.append((self._try_rule(rule), number, rule))
+        if not self.problem.interchangeable and not (self.best is not None and self.done):
+            ranked.sort(key=lambda item: item[:2])
+            self._try_orders([rule for _, _, rule in ranked[:_RULES_FOR_EACH_ORDER]])
+
+    def _try_orders(self, rules: list[priority_rules.Rule]) -> None:
+        """Other orders of microbatches that differ, with the best rules; then changes of the best of these orders."""
+        orders = candidate_orders(self.problem)
+        if self._limited:  # which rules fit is seen only here
+            for order, rule in itertools.product(orders[1:], rules[:_LIMITED_RULES_FOR_EACH_ORDER]):
+                self._try_rule(replace(rule, order=order))
+        changes = 0 if self.large else _CONSTRUCTIVE_ORDER_CHANGES
+        goal_s = self.bound * (1 + TOLERANCE)
+        runner = self._constructive.runner
+        for rule in priority_rules.improve_orders(runner, rules, orders, changes=changes, goal_s=goal_s):
+            if self.best is not None and self.done:
+                return
+            self._try_rule(rule)
+
+    def _try_rule(self, rule: priority_rules.Rule) -> float:
+        """Offers the timelines of a rule; the least makespan of them, infinite where it got stuck."""
+        timelines = [self._follow(rule)]
+        self._offer_starts(timelines[0])
+        if self._limited and not self.large:
+            timelines.append(self._follow(rule, late=False))
+            self._offer_starts(timelines[1])
+        return min((timeline.makespan for timeline in timelines if timeline is not None), default=np.inf)
 
     def delay_forwards(self) -> None:
         """Offers the shortest plans of rules whose buffers do not fit, with delayed forwards."""
@@ -320,7 +351,8 @@ class _Search:
 
         incumbent, bound = self._incumbent, self.bound  # both runs from these, whichever ends first
 
-        # with limited bytes one run counts buffers, and proves; the other leaves free what the incumbent's take
+        # with limited bytes one run counts buffers, and proves; the other leaves free what the incumbent's take, and
+        # keeps the order of microbatches that differ
         problems = (self.problem, self._reserve_incumbent_buffers())
 
         def run(strong: bool) -> exact.ExactResult:
@@ -332,14 +364,17 @@ class _Search:
                 lower_bound_s=bound,
                 deterministic_limit=budget_s * _SOLVER_TIME_PER_SECOND * pace,
                 strong=strong,
+                keep_order=strong and not problem.interchangeable,
                 expired=self._expired,
             )
 
         with ThreadPoolExecutor(2) as threads:
             answers = list(threads.map(run, (False, True)))
-        for problem, answer in zip(problems, answers, strict=True):
+        for number, (problem, answer) in enumerate(zip(problems, answers, strict=True)):
             self._offer_starts(answer.timeline)
-            if problem is self.problem:  # else it solved a tighter one
+            if problem is self.problem and (
+                number == 0 or problem.interchangeable
+            ):  # else it solved a tighter one
                 self._bounds[exact.EXACT_BOUND_NAME] = max(
                     self._bounds.get(exact.EXACT_BOUND_NAME, 0.0), answer.lower_bound_s
                 )

@@ -27,7 +27,9 @@ _MAX_REPETITIONS_TRIED = 4  # repetitions that are tried
 
 
 def shorten_problem(problem: Problem) -> Problem | None:
-    """The problem with fewer microbatches; None where there are not many."""
+    """The problem with fewer microbatches; None where there are not many, or where they differ: then nothing repeats."""
+    if not problem.interchangeable:
+        return None
     depth = int(problem.depth.max())
     fitting = _MAX_SHORT_TASKS // problem.kinds
     microbatches = max(
@@ -36,7 +38,12 @@ def shorten_problem(problem: Problem) -> Problem | None:
     if problem.microbatches < _MIN_LENGTH_RATIO * microbatches:
         return None
     spec = problem.spec.model_copy(update={"microbatches": microbatches})
-    return replace(problem, spec=spec, fused=problem.fused[:, :microbatches])
+    return replace(
+        problem,
+        spec=spec,
+        fused=problem.fused[:, :microbatches],
+        bucket_of_microbatch=problem.bucket_of_microbatch[:microbatches],
+    )
 
 
 def rank_rules(problem: Problem, short: Problem, count: int) -> Iterator[priority_rules.Rule]:

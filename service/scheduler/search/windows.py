@@ -3,8 +3,9 @@
 Whatever begins before the window stays; what begins behind it keeps its orders and moves as a whole. So a search
 needs only the window's tasks: when each may begin at the earliest (release), and the longest path behind its end
 (tail). Every path that makes a timeline as long as it is passes through every window.
-In the model every kind runs its microbatches in order, as in the model of the whole problem (exact.py); what is
-held is counted in bytes over time, buffers too where `memory_bytes` limits a mesh: as many intervals as tensors.
+In the model every kind runs its microbatches in order, those of one length bucket where they differ, as in the model
+of the whole problem (exact.py); what is held is counted in bytes over time, buffers too where `memory_bytes` limits a
+mesh: as many intervals as tensors.
 """
 
 from __future__ import annotations
@@ -271,23 +272,33 @@ class WindowModel:
                 self.model.add_no_overlap(intervals)
 
     def _add_orders(self) -> None:
-        """Dependencies inside, and each kind in the order of its microbatches."""
+        """Dependencies inside, and each kind in the order of its microbatches that are interchangeable."""
         microbatches = self.problem.microbatches
         causes, effects = self.window.dependencies
         for cause, effect in zip(causes.tolist(), effects.tolist(), strict=True):
             self.model.add(self.start[effect] >= self._end(cause))
         occupies = (self.problem.resources >= 0).any(axis=1)
         for task, start in self.start.items():
-            if task % microbatches and task - 1 in self.start and occupies[task // microbatches]:
-                self.model.add(start >= self._end(task - 1))
+            kind, m = divmod(task, microbatches)
+            previous = kind * microbatches + int(self.problem.previous_in_bucket[m])
+            if self.problem.previous_in_bucket[m] >= 0 and previous in self.start and occupies[kind]:
+                self.model.add(start >= self._end(previous))
 
     def _add_leads(self) -> None:
-        """Forward m of a source after the backward m − max_in_flight."""
+        """Forward m of a source after the backward m − max_in_flight; in any order no more than that in between."""
         problem, cap = self.problem, self.problem.spec.max_in_flight
         if cap is None:
             return
         for stage in range(problem.stages):
             if problem.sources[stage]:
+                continue
+            if not problem.interchangeable:
+                forwards = [problem.task(stage, FORWARD, m) for m in range(problem.microbatches)]
+                spans = [
+                    (self._begins(forward), self._ends(self._last(stage, m)), 1)
+                    for m, forward in enumerate(forwards)
+                ]
+                self._fit(self._inside(spans), cap)
                 continue
             for m in range(cap, problem.microbatches):
                 forward, done = problem.task(stage, FORWARD, m), self._last(stage, m - cap)
@@ -305,9 +316,13 @@ class WindowModel:
         if room >= 0:
             self._fit(held, room)
         if limit >= 0:
-            self._fit(held + self._buffers(mesh, problem.size), limit - int(problem.static_bytes[mesh]))
+            self._fit(
+                held + self._buffers(mesh, problem.size_by_microbatch),
+                limit - int(problem.static_bytes[mesh]),
+            )
         if problem.receive_limit[mesh] >= 0:
             counted = np.where(problem.receiver_of_kind == mesh, 1, 0)
+            counted = np.repeat(counted[:, None], problem.microbatches, axis=1)
             self._fit(self._buffers(mesh, counted), int(problem.receive_limit[mesh]))
 
     def _fit(self, held: list[tuple[_TimeExpr, _TimeExpr, int]], room: int) -> None:
@@ -324,9 +339,10 @@ class WindowModel:
         problem = self.problem
         spans = []
         for stage in np.flatnonzero(problem.mesh_of_stage == mesh).tolist():
-            activation, stash = int(problem.activation[stage]), int(problem.whole_stash[stage])
-            again = int(problem.rematerialised[stage])
             for m in self._held_microbatches(stage):
+                activation = int(problem.activation_by_microbatch[stage, m])
+                stash = int(problem.whole_stash_by_microbatch[stage, m])
+                again = int(problem.rematerialised_by_microbatch[stage, m])
                 forward, backward = problem.task(stage, FORWARD, m), problem.task(stage, BACKWARD, m)
                 spans.append((self._begins(forward), self._ends(backward), activation))
                 spans.append((self._begins(backward), self._ends(backward), again))
@@ -336,6 +352,8 @@ class WindowModel:
 
     def _held_microbatches(self, stage: int) -> range:
         """The microbatches that a stage may hold at some time of the window."""
+        if not self.problem.interchangeable:  # in whatever order they come
+            return range(self.problem.microbatches)
         started = self.window.started
         last = BACKWARD if self.problem.fused[stage].all() else WEIGHT
         # the last backward that began before may still run
@@ -348,15 +366,14 @@ class WindowModel:
         spans = []
         started, after = self.window.started, self.window.started_after
         for kind in range(problem.compute_kinds, problem.kinds):
-            size = int(sizes[kind])
             receives, sends = problem.receiver_of_kind[kind] == mesh, problem.sender_of_kind[kind] == mesh
-            if not size or not (receives or sends):
+            if not sizes[kind].any() or not (receives or sends):
                 continue
             users, makers = problem.dependents[kind], problem.dependencies[kind]
             least = min(int(started[k]) for k in (kind, *users, *makers))
             most = max(int(after[k]) for k in (kind, *users, *makers))
-            for m in range(max(least - 1, 0), most):
-                task = kind * microbatches + m
+            for m in range(max(least - 1, 0), most) if problem.interchangeable else range(microbatches):
+                task, size = kind * microbatches + m, int(sizes[kind, m])
                 if not problem.exists[kind, m]:
                     continue
                 if receives:

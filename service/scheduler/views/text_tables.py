@@ -32,6 +32,7 @@ def plan_summary(spec: PipelineSpec, plan: Plan) -> str:
         f"schedule      {name}",
         f"size          {len(spec.stages)} stages on {len(spec.meshes)} meshes, {spec.microbatches} microbatches",
         f"makespan      {plan.makespan_s:g} s ({quality}; lower bound {plan.lower_bound_s:g} s)",
+        *_order_line(spec, plan),
         *_programs_line(plan),
         f"span          {plan.span_s:g} s",
         f"bubble ratio  {plan.bubble_ratio:.1%}",
@@ -52,6 +53,16 @@ def plan_summary(spec: PipelineSpec, plan: Plan) -> str:
             )
         )
     return "\n".join(lines + aligned_columns(rows)) + "\n"
+
+
+def _order_line(spec: PipelineSpec, plan: Plan) -> list[str]:
+    """The order in which the first stage begins its microbatches, where they differ in costs."""
+    if spec.bucket_of is None:
+        return []
+    forwards = sorted((slot for slot in plan.slots if slot.action == "F"), key=lambda slot: slot.start_s)
+    begun = [str(slot.microbatch) for slot in forwards if slot.stage == forwards[0].stage]
+    more = f" and {len(begun) - MAX_SHOWN_ORDER} more" if len(begun) > MAX_SHOWN_ORDER else ""
+    return [f"order         {' '.join(begun[:MAX_SHOWN_ORDER])}{more}"]
 
 
 def _programs_line(plan: Plan) -> list[str]:
@@ -75,6 +86,8 @@ def aligned_columns(rows: list[tuple[str, ...]]) -> list[str]:
     return lines
 
 
+MAX_SHOWN_ORDER = 64
+"""Microbatches of an order that a line shows."""
 MAX_STAGES = 100
 MAX_MICROBATCHES = 100
 CELL_WIDTH = 8

@@ -40,8 +40,23 @@ class Facts:
         self.transfer_of_edge = {k: edges[0] for edges in self.groups.values() for k in edges}
         self.members = {edges[0]: edges for edges in self.groups.values()}
 
-    def seconds(self, edge: int, direction: str) -> float:
-        e, network = self.spec["edges"][edge], self.spec.get("network", {})
+    def bucket(self, microbatch: int) -> dict[str, Any] | None:
+        if self.spec.get("bucket_of") is None:
+            return None
+        return self.spec["length_buckets"][self.spec["bucket_of"][microbatch]]
+
+    def stage(self, name: str, microbatch: int) -> dict[str, Any]:
+        """A stage with the costs of one microbatch."""
+        bucket = self.bucket(microbatch)
+        return self.stages[name] | (bucket["stages"][self.index[name]] if bucket else {})
+
+    def edge(self, edge: int, microbatch: int) -> dict[str, Any]:
+        """An edge with the costs of one microbatch."""
+        bucket = self.bucket(microbatch)
+        return self.spec["edges"][edge] | (bucket["edges"][edge] if bucket else {})
+
+    def seconds(self, edge: int, direction: str, microbatch: int) -> float:
+        e, network = self.edge(edge, microbatch), self.spec.get("network", {})
         if e.get(f"{direction}_s") is not None:
             return e[f"{direction}_s"]
         here, there = self.mesh[e["source"]], self.mesh[e["target"]]
@@ -51,8 +66,8 @@ class Facts:
         bandwidth = link.get("bandwidth_bytes_per_s", network["bandwidth_bytes_per_s"])
         return latency + e[f"{direction}_bytes"] / bandwidth
 
-    def length(self, action: str, stage: str) -> float:
-        s = self.stages[stage]
+    def length(self, action: str, stage: str, microbatch: int) -> float:
+        s = self.stage(stage, microbatch)
         return {
             "F": s["forward_s"],
             "B": s["backward_input_s"] + s["backward_weight_s"]
@@ -80,9 +95,9 @@ def check_plan(spec: dict[str, Any], plan: dict[str, Any]) -> None:
                 assert whole != (("W", name, m) in compute)
                 back[name, m] = "B" if whole else "I"
     assert len(compute) == sum(1 if inference else 2 if b == "B" else 3 for b in back.values()) or inference
-    for (action, stage, _), slot in compute.items():
+    for (action, stage, m), slot in compute.items():
         assert slot["mesh"] == facts.mesh[stage]
-        assert abs(slot["end_s"] - slot["start_s"] - facts.length(action, stage)) <= 1e-9 * max(
+        assert abs(slot["end_s"] - slot["start_s"] - facts.length(action, stage, m)) <= 1e-9 * max(
             1.0, slot["end_s"]
         )
     sent, received = _check_transfers(facts, moves, inference)
@@ -114,7 +129,7 @@ def _check_transfers(facts: Facts, moves: list[dict], inference: bool) -> tuple[
     for key, s in sent.items():
         r = received[key]
         assert (s["start_s"], s["end_s"]) == (r["start_s"], r["end_s"])
-        length = facts.seconds(key[0], "forward" if key[1] == "F" else "backward")
+        length = facts.seconds(key[0], "forward" if key[1] == "F" else "backward", key[2])
         assert abs(s["end_s"] - s["start_s"] - length) <= 1e-9 * max(1.0, s["end_s"])
     return sent, received
 
@@ -147,7 +162,7 @@ def _check_causes(facts: Facts, compute: dict, back: dict, sent: dict, inference
     sinks = set(facts.stages) - {e["source"] for e in facts.spec["edges"]}
     for stage in sinks:
         starts = [compute["F", stage, m]["start_s"] for m in range(facts.M)]
-        assert starts == sorted(starts)
+        assert starts == sorted(starts) or facts.spec.get("bucket_of") is not None
 
 
 def _check_exclusive(facts: Facts, compute: dict, moves: list[dict]) -> None:
@@ -184,7 +199,7 @@ def _check_all_memory(
     """At every start of anything: static bytes, activations, stashes, and tensors on their way."""
     spans = defaultdict(list)  # mesh -> (begin, end, bytes)
     for (action, stage, m), s in compute.items():
-        data = facts.stages[stage]
+        data = facts.stage(stage, m)
         held, stash = data.get("activation_bytes", 0), data.get("weight_stash_bytes", 0)
         if action == "F":
             until = s["end_s"] if inference else compute[back[stage, m], stage, m]["end_s"]
@@ -195,7 +210,7 @@ def _check_all_memory(
             spans[s["mesh"]].append((compute["I", stage, m]["end_s"], s["end_s"], stash))
     for (edge, direction, m), s in sent.items():
         way = "forward" if direction == "F" else "backward"
-        size = facts.spec["edges"][edge].get(f"{way}_bytes") or 0
+        size = facts.edge(edge, m).get(f"{way}_bytes") or 0
         source = facts.spec["edges"][edge]["source"]
         targets = [facts.spec["edges"][k]["target"] for k in facts.members[edge]]
         if direction == "F":
@@ -229,9 +244,10 @@ def _check_memory(facts: Facts, compute: dict, plan: dict, inference: bool) -> N
         for s in compute.values():
             if s["mesh"] != given["name"]:
                 continue
-            held = facts.stages[s["stage"]].get("activation_bytes", 0)
-            stash = facts.stages[s["stage"]].get("weight_stash_bytes", 0)
-            again = 0 if inference else facts.stages[s["stage"]].get("rematerialised_bytes", 0)
+            data = facts.stage(s["stage"], s["microbatch"])
+            held = data.get("activation_bytes", 0)
+            stash = data.get("weight_stash_bytes", 0)
+            again = 0 if inference else data.get("rematerialised_bytes", 0)
             level += {"F": held, "B": again, "I": again, "W": 0}[s["action"]]
             peak = max(peak, level)
             whole = held + again

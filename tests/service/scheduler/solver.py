@@ -1,5 +1,6 @@
 """The optimum of small planning problems, from the JSON spec alone: a CP-SAT model that shares no code with the
-scheduler and assumes nothing about the order of microbatches, but for the forwards of sinks.
+scheduler and assumes nothing about the order of microbatches, but for the forwards of sinks where microbatches are
+alike.
 """
 
 from __future__ import annotations
@@ -29,6 +30,13 @@ def optimum(
 def _model(spec: dict[str, Any], orders: dict[str, list[str]]) -> cp_model.CpModel:
     model = cp_model.CpModel()
     stages, microbatches = spec["stages"], range(spec["microbatches"])
+
+    def of(m: int) -> dict[str, Any]:
+        """The costs of a microbatch: stages and edges."""
+        if spec.get("bucket_of") is None:
+            return {"stages": stages, "edges": spec["edges"]}
+        return spec["length_buckets"][spec["bucket_of"][m]]
+
     split, overlap = bool(spec.get("split_backward")), spec.get("overlap", True)
     contention = spec["network"]["contention"]
     mesh_of = {s["name"]: s["mesh"] for s in stages}
@@ -64,9 +72,10 @@ def _model(spec: dict[str, Any], orders: dict[str, list[str]]) -> cp_model.CpMod
             "half-duplex": [("port", sender), ("port", receiver)],
         }[contention]
 
-    for s in stages:
-        name, lane = s["name"], ("lane", s["mesh"])
+    for number, stage in enumerate(stages):
+        name, lane = stage["name"], ("lane", stage["mesh"])
         for m in microbatches:
+            s = of(m)["stages"][number]
             add(("F", name, m), s["forward_s"], lane)
             if split:
                 add(("B", name, m), s["backward_input_s"], lane)
@@ -80,7 +89,7 @@ def _model(spec: dict[str, Any], orders: dict[str, list[str]]) -> cp_model.CpMod
         edge = spec["edges"][edges[0]]
         here, there = mesh_of[edge["source"]], mesh_of[edge["target"]]
         for m in microbatches:
-            forward_s, backward_s = _edge_costs(spec, edge)
+            forward_s, backward_s = _edge_costs(spec, of(m)["edges"][edges[0]])
             add(("X", key, m), forward_s, *occupied(here, there))
             add(("Y", key, m), backward_s, *occupied(there, here))
         transfer_of |= dict.fromkeys(edges, key)
@@ -112,25 +121,32 @@ def _model(spec: dict[str, Any], orders: dict[str, list[str]]) -> cp_model.CpMod
     for s in stages:
         name = s["name"]
         for m in list(microbatches)[1:]:
-            if name not in feeding:
+            if name not in feeding and spec.get("bucket_of") is None:
                 model.add(start["F", name, m] >= end["F", name, m - 1])
-        if cap is not None and name not in sources_of:
+        if cap is not None and name not in sources_of and spec.get("bucket_of") is not None:
+            last = "W" if split else "B"
+            travelling = [
+                _span(model, horizon, start["F", name, m], end[last, name, m]) for m in microbatches
+            ]
+            model.add_cumulative(travelling, [1] * len(travelling), cap)
+        elif cap is not None and name not in sources_of:
             for m in list(microbatches)[cap:]:
                 model.add(start["F", name, m] >= end["W" if split else "B", name, m - cap])
 
     def hold(begin: Any, until: Any) -> cp_model.IntervalVar:
-        return model.new_interval_var(begin, model.new_int_var(0, horizon, ""), until, "")
+        return _span(model, horizon, begin, until)
 
     for mesh in spec["meshes"]:
         limit, memory = mesh.get("activation_limit_bytes"), mesh.get("memory_bytes")
         held, demands = [], []
-        for s in (s for s in stages if s["mesh"] == mesh["name"]):
+        for number, name in ((n, s["name"]) for n, s in enumerate(stages) if s["mesh"] == mesh["name"]):
             for m in microbatches:
-                parts = [(s["activation_bytes"], start["F", s["name"], m], end["B", s["name"], m])]
+                s = of(m)["stages"][number]
+                parts = [(s["activation_bytes"], start["F", name, m], end["B", name, m])]
                 again = s.get("rematerialised_bytes", 0)
-                parts.append((again, start["B", s["name"], m], end["B", s["name"], m]))
+                parts.append((again, start["B", name, m], end["B", name, m]))
                 if split:
-                    parts.append((s["weight_stash_bytes"], end["B", s["name"], m], end["W", s["name"], m]))
+                    parts.append((s["weight_stash_bytes"], end["B", name, m], end["W", name, m]))
                 for size, begin, until in parts:
                     held.append(hold(begin, until))
                     demands.append(size)
@@ -143,6 +159,7 @@ def _model(spec: dict[str, Any], orders: dict[str, list[str]]) -> cp_model.CpMod
             here, there = mesh_of[edge["source"]], mesh_of[edge["target"]]
             targets = [spec["edges"][k]["target"] for k in edges]
             for m in microbatches if edge.get("forward_bytes") is not None else ():
+                edge = of(m)["edges"][edges[0]] | {"source": spec["edges"][edges[0]]["source"]}
                 if mesh["name"] == there:
                     held += [
                         hold(start["X", key, m], _last(model, horizon, [end["F", t, m] for t in targets]))
@@ -159,6 +176,10 @@ def _model(spec: dict[str, Any], orders: dict[str, list[str]]) -> cp_model.CpMod
         model.add_cumulative(held, demands, memory - static)
     model.minimize(makespan)
     return model
+
+
+def _span(model: cp_model.CpModel, horizon: int, begin: Any, until: Any) -> cp_model.IntervalVar:
+    return model.new_interval_var(begin, model.new_int_var(0, horizon, ""), until, "")
 
 
 def _edge_costs(spec: dict[str, Any], edge: dict[str, Any]) -> tuple[int, int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,44 @@ def chain(
         "schedule": schedule,
         **fields,
     }
+
+
+STAGE_COSTS = (
+    *("forward_s", "backward_input_s", "backward_weight_s", "backward_s"),
+    *("activation_bytes", "weight_stash_bytes", "rematerialised_bytes"),
+)
+EDGE_COSTS = ("forward_s", "backward_s", "forward_bytes", "backward_bytes", "held_bytes")
+
+
+def in_buckets(
+    data: dict[str, Any], bucket_of: list[int], cost: Callable[[int, str, float], float]
+) -> dict[str, Any]:
+    """The spec with length buckets: `cost` gives a field of a bucket from its index, the field's name and value.
+
+    The stages and edges themselves get the most of any bucket.
+    """
+    count = max(bucket_of) + 1
+
+    def costs_of(item: dict[str, Any], fields: tuple[str, ...]) -> list[dict[str, float]]:
+        given = {field: item[field] for field in fields if item.get(field) is not None}
+        buckets = [{field: cost(b, field, value) for field, value in given.items()} for b in range(count)]
+        item.update({field: max(bucket[field] for bucket in buckets) for field in given})
+        return buckets
+
+    data = copy.deepcopy(data)
+    stages = [costs_of(stage, STAGE_COSTS) for stage in data["stages"]]
+    edges = [costs_of(edge, EDGE_COSTS) for edge in data["edges"]]
+    buckets = [{"stages": [s[b] for s in stages], "edges": [e[b] for e in edges]} for b in range(count)]
+    return {**data, "microbatches": len(bucket_of), "length_buckets": buckets, "bucket_of": bucket_of}
+
+
+def scaled_buckets(data: dict[str, Any], bucket_of: list[int], scales: list[float]) -> dict[str, Any]:
+    """The spec with buckets whose costs are those of the spec times a scale; bytes are rounded."""
+    return in_buckets(
+        data,
+        bucket_of,
+        lambda b, field, value: round(value * scales[b]) if field.endswith("bytes") else value * scales[b],
+    )
 
 
 def measured(
