@@ -196,7 +196,7 @@ class Client:
             ) from None
 
     def _stored_login(self) -> LoginAuth | None:
-        """What sends the token of the user's login at this server; None where nobody is logged in."""
+        """The sender of the token of the user's login at this server; None where nobody is logged in."""
         try:
             file = LoginFile()
             login = file.find(self.url)

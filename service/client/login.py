@@ -233,8 +233,8 @@ def _ask(http: httpx.Client, method: str, url: str, data: Mapping[str, str] | No
     if not isinstance(body, dict):
         raise LoginError(f"{url} answered {response.status_code} without a JSON object")
     if response.status_code != 200 or "error" in body:
-        code, told = str(body.get("error", response.status_code)), body.get("error_description")
-        raise _OAuthError(code, f"{url} refused: {code}{f' ({told})' if told else ''}")
+        code, description = str(body.get("error", response.status_code)), body.get("error_description")
+        raise _OAuthError(code, f"{url} refused: {code}{f' ({description})' if description else ''}")
     return body
 
 
