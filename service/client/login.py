@@ -28,6 +28,7 @@ _SCOPE = "openid offline_access"
 _CALL_LIMIT_S = 30.0
 _INTERVAL_S, _SLOWER_BY_S = 5.0, 5.0  # RFC 8628, sections 3.2 and 3.5
 _CODE_LIFE_S = 1800.0
+_FAILURES = 4  # questions in a row without an answer that end a login
 _RENEW_BEFORE_S = 60.0
 _ANSWER_LIMIT_BYTES = 1 << 20
 
@@ -108,7 +109,7 @@ class DeviceLogin:
             "device_code": code.device_code,
             "client_id": self._issuer.client_id,
         }
-        interval_s, until = code.interval_s, self._clock() + code.expires_s
+        interval_s, until, failures = code.interval_s, self._clock() + code.expires_s, 0
         while self._clock() < until:
             self._sleep(interval_s)
             try:
@@ -122,6 +123,11 @@ class DeviceLogin:
                     break
                 elif error.code != "authorization_pending":
                     raise LoginError(str(error)) from None
+                failures = 0
+            except LoginError:  # a provider that is away for a moment
+                failures += 1
+                if failures == _FAILURES:
+                    raise
             else:
                 return _login_of(answer, self._token_endpoint, self._issuer.client_id)
         raise LoginError("the code was not confirmed in time: run slotline login again")
@@ -205,11 +211,24 @@ class LoginAuth(httpx.Auth):
 
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
         if self._login.is_due(self._now()):
-            known = self._file.find(self._url)  # another command may have renewed it
-            self._login = known if known is not None and not known.is_due(self._now()) else renew(self._login)
-            self._file.keep(self._url, self._login)
+            self._login = self._renewed()
         request.headers["Authorization"] = f"Bearer {self._login.token}"
         yield request
+
+    def _renewed(self) -> Login:
+        """The login with a good token: renewed by another command of this user, or now. A refresh token may be good once."""
+        known = self._file.find(self._url) or self._login
+        if not known.is_due(self._now()):
+            return known
+        try:
+            renewed = renew(known)
+        except LoginError:
+            known = self._file.find(self._url) or known
+            if known.is_due(self._now()):
+                raise
+            return known
+        self._file.keep(self._url, renewed)
+        return renewed
 
 
 class _OAuthError(LoginError):

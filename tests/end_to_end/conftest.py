@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -14,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import httpx
+import psutil
 import pytest
 
 from service.cli.serve import LocalServer
@@ -148,6 +151,61 @@ def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
 def server(ray_head: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with Server(tmp_path_factory.mktemp("slotline"), ray_head.environment) as server:
         yield server
+
+
+class SpotNode:
+    """A second Ray node of a head, with two accelerators and a name of its own; `id` is Ray's."""
+
+    NAME = "spot-7"
+
+    def __init__(self, head: RayHead) -> None:
+        environment = {
+            **os.environ,
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": head.token,
+            "RAY_OVERRIDE_LABELS": json.dumps({"kubernetes.io/hostname": self.NAME}),
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "start",
+            f"--address={head.gcs_address}",
+            "--block",
+        ]
+        command += ["--num-cpus=2", '--resources={"slotline_worker": 2}', "--disable-usage-stats"]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self._process = subprocess.Popen(command, env=environment, **quiet)
+        self.id = ""
+
+    def wait_until_known(self, client: httpx.Client) -> None:
+        """Wait until the control plane lists the node."""
+
+        def nodes() -> dict[str, str]:
+            return {node["name"]: node["id"] for node in client.get("/api/v1/nodes").json()["items"]}
+
+        until(lambda: self.NAME in nodes(), nodes, every_s=0.5, limit_s=120)
+        self.id = nodes()[self.NAME]
+
+    def kill(self) -> None:
+        """End all its processes at once, as a machine that loses its power; Ray's own end when their raylet is gone."""
+        for process in (*psutil.Process(self._process.pid).children(recursive=True), self._process):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.wait(60)
+
+
+@pytest.fixture
+def spot_node(ray_head: RayHead, server: Server) -> Iterator[SpotNode]:
+    node = SpotNode(ray_head)
+    try:
+        node.wait_until_known(server.client)
+        yield node
+    finally:
+        node.stop()
 
 
 TWO = {"meshes": 2, "device": "cpu"}

@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 
-from tests.end_to_end.conftest import TWO, RayHead, job_spec
+from tests.end_to_end.conftest import TWO, job_spec
 from tests.end_to_end.test_jobs import plain_losses
 from tests.polling import until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
-NAME = "spot-7"
-
-
-@pytest.fixture
-def spot_node(ray_head: RayHead, server) -> Iterator[str]:
-    """A second Ray node with two accelerators; its id."""
-    environment = {
-        **os.environ,
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": ray_head.token,
-        "RAY_OVERRIDE_LABELS": json.dumps({"kubernetes.io/hostname": NAME}),
-    }
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={ray_head.gcs_address}"]
-    command += ["--block", "--num-cpus=2", '--resources={"slotline_worker": 2}', "--disable-usage-stats"]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        nodes = lambda: {n["name"]: n for n in server.client.get("/api/v1/nodes").json()["items"]}  # noqa: E731
-        until(lambda: NAME in nodes(), nodes, every_s=0.5, limit_s=120)
-        yield nodes()[NAME]["id"]
-    finally:
-        process.terminate()
-        process.wait(60)
 
 
 def test_a_job_has_left_a_node_before_it_ends_and_learns_what_a_plain_loop_learns(
@@ -61,7 +37,7 @@ def test_a_job_has_left_a_node_before_it_ends_and_learns_what_a_plain_loop_learn
             "RAY_ADDRESS": ray_head.gcs_address,
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": ray_head.token,
-            "SLOTLINE_DRAIN_NODE": spot_node,
+            "SLOTLINE_DRAIN_NODE": spot_node.id,
         },
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""A job on a real Ray that gives one of its four meshes to an urgent job, goes on with three, and takes it back."""
+"""Elastic jobs on a real Ray: one gives a mesh to an urgent job and takes it back, one loses a node for good."""
 
 from __future__ import annotations
 
@@ -37,6 +37,37 @@ def test_a_job_shrinks_and_grows_and_learns_what_a_plain_loop_learns(server, ray
     numbers = [step["step"] for step in steps]
     assert numbers == list(range(1, len(steps) + 1)), "each step once: both ends were saved"
     assert {step["attempt"] for step in steps} == {1, 2, 3}
+    spec["training"] |= {"steps": len(steps)}
+    assert [step["loss"] for step in steps] == pytest.approx(plain_losses(spec), rel=1e-4)
+    ray_head.assert_nothing_held()
+
+
+def test_a_job_that_loses_a_node_for_good_goes_on_with_what_is_left(server, ray_head, spot_node, tmp_path):
+    elastic = {"meshes": {"min": 2, "max": 6}, "device": "cpu"}
+    spec = job_spec("gpt-six", resources=elastic, retry={"infrastructure": 2})
+    spec["training"] |= {"steps": 100_000}
+    spec["pipeline"] = {"schedule": "auto"}
+    spec["optimizer"]["args"]["lr"] = 1e-4  # no chaos: both loops stay together
+    spec["checkpoint"] = {"uri": str(tmp_path), "every_steps": 20, "keep": 2}
+    job_id = server.submit(spec)
+    attempts = lambda: server.job(job_id)["attempts"]  # noqa: E731
+    until(lambda: len(server.steps(job_id)) > 30, attempts, every_s=0.3, limit_s=200)
+    spot_node.kill()
+    until(
+        lambda: any(step["attempt"] > 1 for step in server.steps(job_id)),
+        lambda: (server.job(job_id), server.client.get("/api/v1/nodes").json()),
+        every_s=0.3,
+        limit_s=150,
+    )
+    server.client.post(f"/api/v1/jobs/{job_id}/cancel").raise_for_status()
+    job = server.wait(job_id)
+    first, *others, last = job["attempts"]  # another one may meet the node before Ray takes it for dead
+    assert (first["accelerators"], first["reason"], last["accelerators"]) == (6, "NODE_LOST", 4), job[
+        "attempts"
+    ]
+    assert len(others) <= 1, others
+    steps = server.steps(job_id)
+    assert [step["step"] for step in steps] == list(range(1, len(steps) + 1)), "each step once"
     spec["training"] |= {"steps": len(steps)}
     assert [step["loss"] for step in steps] == pytest.approx(plain_losses(spec), rel=1e-4)
     ray_head.assert_nothing_held()

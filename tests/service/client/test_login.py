@@ -126,6 +126,27 @@ def test_a_login_that_comes_to_nothing_says_why_and_ends(answers, told):
     assert clock.at_s <= 50.0 + 60.0 + 3.0
 
 
+@pytest.mark.parametrize(("failures", "succeeds"), [(3, True), (4, False)])
+def test_a_provider_that_is_away_for_a_moment_is_asked_again(failures, succeeds):
+    """Errors in a row end it; one that is pending again begins the count anew."""
+    provider, away = Provider(PENDING, PENDING, (200, {"id_token": jwt(2e9)})), [0, *[1] * failures, 0]
+    answer = provider.answer
+
+    def unsteady(request: httpx.Request) -> httpx.Response:
+        if request.url.path.endswith("/token") and away and away.pop(0):
+            return httpx.Response(502, text="bad gateway")
+        return answer(request)
+
+    provider.answer = unsteady
+    login = device(provider, Clock())
+    code = login.begin()
+    if succeeds:
+        assert login.wait(code).expires_at == 2e9
+    else:
+        with pytest.raises(LoginError, match="answered 502"):
+            login.wait(code)
+
+
 @pytest.mark.parametrize(
     ("document", "told"),
     [
@@ -208,8 +229,24 @@ def test_each_request_has_a_token_that_is_good_whoever_renewed_it(tmp_path, monk
     monkeypatch.setattr("service.client.login.renew", lambda login: pytest.fail("it was renewed already"))
     assert sent(auth) == f"Bearer {other.token}"
     now[0] = 5000.0
-    monkeypatch.setattr("service.client.login.renew", lambda login: own)
+    renewed = []
+    monkeypatch.setattr("service.client.login.renew", lambda login: renewed.append(login) or own)
     assert sent(auth) == f"Bearer {own.token}" and file.find(SERVER) == own
+    assert renewed == [other], "by the newest refresh token: an older one may be good no more"
+
+
+def test_of_two_commands_that_renew_at_once_the_later_takes_what_the_other_got(tmp_path, monkeypatch):
+    file, fresh = LoginFile(tmp_path / "logins.json"), kept(8000.0)
+    file.keep(SERVER, kept(2000.0))
+
+    def renew_late(login: Login) -> Login:
+        file.keep(SERVER, fresh)
+        raise LoginError("invalid_grant")
+
+    monkeypatch.setattr("service.client.login.renew", renew_late)
+    assert sent(LoginAuth(SERVER, file, kept(2000.0), now=lambda: 5000.0)) == f"Bearer {fresh.token}"
+    with pytest.raises(LoginError, match="invalid_grant"):
+        sent(LoginAuth(SERVER, file, kept(2000.0), now=lambda: 9000.0))
 
 
 def test_a_token_goes_to_its_own_server_alone_and_a_given_one_comes_first(tmp_path, monkeypatch):

@@ -344,11 +344,16 @@ def test_an_attempt_that_begins_with_a_poor_order_swaps_it_and_has_the_losses_of
     assert plane.states == ["RUNNING", "SUCCEEDED"]
     swapped = [report["running_plan"] for report in plane.reports if report["running_plan"]]
     told = [
-        event for report in plane.reports for event in report["events"] if event["kind"] == "plan_swapped"
+        event
+        for report in plane.reports
+        for event in report["events"]
+        if event["kind"] in ("plan_swapped", "plan_undone")
     ]
+    assert told[0]["kind"] == "plan_swapped"
     assert f"from step {swapped[-1]['since_step']} on" in told[-1]["message"]
+    undone = told[-1]["kind"] == "plan_undone"  # on a busy machine it may not bring what was promised
     poor = plane.plan_answers[0]["plan"]
-    assert swapped[0]["plan"]["plan"]["programs"] != poor["programs"]
+    assert (swapped[-1]["plan"]["plan"]["programs"] == poor["programs"]) == undone
     assert [step["step"] for step in plane.steps] == list(range(1, 41))
     assert [step["loss"] for step in plane.steps] == pytest.approx(losses, rel=1e-4)
 
