@@ -211,8 +211,11 @@ class PipelineSpec(_FrozenModel):
     orders: dict[str, list[str]] | None = None
     split_backward: StrictBool | None = None
     max_in_flight: Annotated[Integer, Field(ge=1, le=MAX_JSON_INTEGER)] | None = None
-    length_buckets: list[LengthBucket] = []
-    bucket_of: list[Annotated[Integer, Field(ge=0)]] | None = None
+    # not written where there are none: older readers know no such fields
+    length_buckets: list[LengthBucket] = Field(default=[], exclude_if=lambda buckets: not buckets)
+    bucket_of: list[Annotated[Integer, Field(ge=0)]] | None = Field(
+        default=None, exclude_if=lambda given: given is None
+    )
 
 
 def one_stage_per_mesh(spec: PipelineSpec) -> bool:

@@ -197,3 +197,14 @@ def test_a_spec_with_buckets_survives_its_json():
     assert PipelineSpec.model_validate_json(spec.model_dump_json()) == spec
     again = build_problem(PipelineSpec.model_validate_json(spec.model_dump_json()))
     assert np.array_equal(again.duration, build_problem(spec).duration)
+
+
+def test_a_spec_without_buckets_is_written_as_before_there_were_any():
+    """Another replica may be of an older version, which refuses fields that it does not know."""
+    plain = load_spec(chain(3, 4))
+    assert not {"length_buckets", "bucket_of"} & plain.model_dump().keys()
+    assert not {"length_buckets", "bucket_of"} & plain.model_dump(mode="json").keys()
+    assert "bucket" not in plain.model_dump_json()
+    spec = load_spec(scaled_buckets(measured(3, 4, 7), [0, 1, 1, 0], [1.0, 0.37]))
+    assert PipelineSpec.model_validate_json(spec.model_dump_json()) == spec
+    assert spec.model_dump()["bucket_of"] == [0, 1, 1, 0] and len(spec.model_dump()["length_buckets"]) == 2
