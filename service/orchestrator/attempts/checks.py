@@ -2,21 +2,23 @@
 
 A job is held back from admission while its check runs, and for TURN_LIMIT_S while it waits for one: after that it is
 admitted unchecked, and its driver checks it, as it does where a check was undecided. Jobs of a cluster that is away, or
-has no node with their accelerators, are not checked and not held. Runs are shared with other control planes and begin
-again where one dies (tasks/runner.py); what a job was found to be is in its row. Who has the fewest jobs under check
-comes first, then priority, then age.
+has no node with their accelerators, are not checked and not held; jobs that are too large for it are checked, and not
+held. Runs are shared with other control planes and begin again where one dies (tasks/runner.py); what a job was found
+to be is in its row. Jobs that could start on what is free come first, those that are too large last; among them who
+has the fewest jobs under check, then priority, then age.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from enum import IntEnum
 
 from service.orchestrator.attempts.admit import explain_waits
-from service.orchestrator.decisions.attempt_lifecycle import Wait, device_of
+from service.orchestrator.decisions.attempt_lifecycle import Capacity, Wait, device_of
 from service.orchestrator.planning.pool import PlannerBusyError
 from service.orchestrator.ray.clusters import Clusters
 from service.orchestrator.tasks.check import CheckAnswer, CheckRequest, CheckUndecidedError
@@ -58,8 +60,9 @@ class JobChecks:
         now = datetime.now(UTC)
         return {
             job.id
-            for job in self._to_be_checked(waiting, marks)
-            if job.id in self._under_check or (now - job.queued_at).total_seconds() < TURN_LIMIT_S
+            for job, outlook in self._to_be_checked(waiting, marks)
+            if outlook is not _Outlook.TOO_LARGE
+            and (job.id in self._under_check or (now - job.queued_at).total_seconds() < TURN_LIMIT_S)
         }
 
     async def look(self, waiting: Sequence[WaitingRow], marks: Sequence[NodeMark] = ()) -> None:
@@ -69,25 +72,27 @@ class JobChecks:
         self._looking = True
         try:
             jobs = self._to_be_checked(waiting, marks)
-            here = {job.id for job in jobs}
+            here = {job.id for job, _ in jobs}
             self._under_check = {
                 job_id: checked for job_id, checked in self._under_check.items() if job_id in here
             }
-            await self._explain(jobs)
+            await self._explain([job for job, outlook in jobs if outlook is not _Outlook.TOO_LARGE])
             await self._begin(jobs)
             await self._apply_answers()
         finally:
             self._looking = False
 
-    def _to_be_checked(self, waiting: Sequence[WaitingRow], marks: Sequence[NodeMark]) -> list[WaitingRow]:
+    def _to_be_checked(
+        self, waiting: Sequence[WaitingRow], marks: Sequence[NodeMark]
+    ) -> list[tuple[WaitingRow, _Outlook]]:
         """Jobs without an answer, on clusters where a node with their accelerators takes work."""
         capacities = self._clusters.capacities({}, marks)
-
-        def offers_accelerators(job: WaitingRow) -> bool:
+        jobs = []
+        for job in waiting:
             capacity = capacities.get(self._settings.cluster_of(job.queue) or "")
-            return bool(capacity and capacity.total[device_of(job.device, job.accelerators, capacity)])
-
-        return [job for job in waiting if _is_unchecked(job) and offers_accelerators(job)]
+            if capacity is not None and _is_unchecked(job) and (outlook := _outlook(job, capacity)) is not None:
+                jobs.append((job, outlook))
+        return jobs
 
     async def _explain(self, jobs: Sequence[WaitingRow]) -> None:
         """Say that a job is checked first, where nothing says yet why it waits."""
@@ -95,22 +100,28 @@ class JobChecks:
         fresh = [(job, Wait(job.id, Reason.CHECKING, message)) for job in jobs if job.reason is None]
         await explain_waits(self._database, fresh)
 
-    async def _begin(self, jobs: Sequence[WaitingRow]) -> None:
+    async def _begin(self, jobs: Sequence[tuple[WaitingRow, _Outlook]]) -> None:
         """Take up jobs as long as there are runs for them. Equal jobs share one."""
-        rest = [job for job in jobs if job.id not in self._under_check]
+        lines = defaultdict[tuple[str, str | None], list[tuple[_Turn, WaitingRow]]](list)
+        for job, outlook in jobs:
+            if job.id not in self._under_check:
+                turn = outlook, -job.priority, job.queued_at, job.id
+                lines[self._settings.cluster_of(job.queue) or "", job.owner].append((turn, job))
+        for line in lines.values():
+            line.sort(reverse=True)
         for _ in range(_LOADS_A_ROUND):
             runs = {one.key: one.cluster for one in self._under_check.values()}
             running = Counter(runs.values())
             owners = Counter(one.request.owner for one in self._under_check.values())
-            free = [
-                job
-                for job in rest
-                if running[self._settings.cluster_of(job.queue) or ""] < self._runner.task.concurrency
+            turns = [
+                (turn[0], owners[owner], turn, (cluster, owner))
+                for (cluster, owner), line in lines.items()
+                if line and running[cluster] < self._runner.task.concurrency
+                for turn, _ in line[-1:]
             ]
-            if not free:
+            if not turns:
                 return
-            job = min(free, key=lambda one: (owners[one.owner], -one.priority, one.queued_at, one.id))
-            rest.remove(job)
+            _, job = lines[min(turns)[-1]].pop()
             await self._take_up(job)
 
     async def _take_up(self, job: WaitingRow) -> None:
@@ -186,6 +197,31 @@ class JobChecks:
                     found = "; ".join(answer.check.checked)
                     add_event(session, job, "checked", f"{found} in {answer.seconds:.1f} s", at=at)
         self._changed()
+
+
+class _Outlook(IntEnum):
+    """When a job could start on its cluster at the soonest, as far as its size tells; the soonest first."""
+
+    STARTS_NOW = 0
+    WAITS = 1
+    TOO_LARGE = 2
+
+
+_Turn = tuple[_Outlook, int, datetime, str]
+"""The key by which the jobs of an owner have their turns: outlook, priority (negated), age, id."""
+
+
+def _outlook(job: WaitingRow, capacity: Capacity) -> _Outlook | None:
+    """The outlook of a job where `capacity` counts all that runs as others; None where no node has its accelerators."""
+    accelerators = job.fewest_accelerators or job.accelerators
+    device = device_of(job.device, accelerators, capacity)
+    total = capacity.total[device]
+    if not total:
+        return None
+    if accelerators > total:
+        return _Outlook.TOO_LARGE
+    free = total - capacity.others.get(device, 0)
+    return _Outlook.STARTS_NOW if accelerators <= free else _Outlook.WAITS
 
 
 def _is_unchecked(job: WaitingRow) -> bool:

@@ -6,13 +6,14 @@ import json
 from collections.abc import AsyncIterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from service.orchestrator.attempts import checks
 from service.orchestrator.decisions.attempt_lifecycle import RayJob, RayState
 from service.orchestrator.loop import Orchestrator
-from service.orchestrator.ray.jobs_api import RayNode
+from service.orchestrator.ray.jobs_api import RayNode, ResourceUse
 from service.orchestrator.tasks import runner
 from service.orchestrator.tasks.check import CheckTask
 from service.orchestrator.tasks.runner import TaskRunner
@@ -26,6 +27,7 @@ from service.store.transitions import lock_job
 from tests.polling import until_async
 from tests.service.orchestrator.test_loop import World
 from worker.contract.codec import to_json
+from worker.contract.job import placement_group_name
 from worker.contract.reasons import Reason
 from worker.contract.tasks import (
     CHECK_REQUEST_VARIABLE,
@@ -38,6 +40,15 @@ from worker.contract.tasks import (
 PASSED = JobCheck(checked=("model: GPT with 12 parameters", "loss: torch.nn.functional:cross_entropy"))
 RAISED = JobProblem("data", "KeyError: 3", "DATA_FAILED", details='File "own.py", line 2')
 TYPO = JobCheck(problems=(JobProblem("model.factory", "there is no module 'gtp'", "MODEL_BUILD_FAILED"),))
+
+
+def gang(meshes: int, factory: str) -> dict[str, Any]:
+    """The fields of a job that wants so many meshes for a model of its own."""
+    return {
+        "model": {"factory": factory},
+        "pipeline": {"stages": meshes},
+        "resources": {"meshes": meshes, "device": "cpu"},
+    }
 
 
 class CheckedWorld(World):
@@ -221,6 +232,37 @@ async def test_few_checks_run_at_once_and_owners_take_turns(world: CheckedWorld)
     await world.rounds(3)
     names = [world.checked_name(check) for check in world.checks]
     assert len(names) == CheckTask.concurrency and "b" in names, "one job of another owner comes before many"
+
+
+async def test_jobs_that_could_start_are_checked_before_those_that_wait_and_those_too_large(
+    world: CheckedWorld,
+):
+    for number in range(2 * CheckTask.concurrency):
+        await world.submit(name=f"large{number}", priority=9, **gang(64, f"m:l{number}"))
+    holder = await world.submit(name="holder", **gang(3, "m:holder"))
+    await world.until_checks(CheckTask.concurrency)
+    holders_check = next(check for check in world.checks if world.checked_name(check) == "holder")
+    await world.answer(holders_check, PASSED)
+    assert (await world.job(holder)).job_state is JobState.STARTING
+    await world.report(f"{holder}-1", 1, state=AttemptState.RUNNING)
+    world.cluster.others = [ResourceUse(placement_group_name(f"{holder}-1"), {"slotline_worker": 3.0})]
+    begun = len(world.checks)
+    waits = await world.submit(name="waits", priority=5, **gang(2, "m:waits"))
+    await world.submit(name="fits", priority=1, **gang(1, "m:fits"))
+    for check in list(world.open_checks):
+        await world.answer(check, PASSED)
+    await world.until_checks(begun + CheckTask.concurrency)
+    names = [world.checked_name(check) for check in world.checks[begun:]]
+    assert names[:2] == ["fits", "waits"] and names[2].startswith("large")
+    assert (await world.job(waits)).reason == Reason.CHECKING, "it is held: it could start when others end"
+
+
+async def test_a_job_that_is_too_large_is_told_so_while_it_waits_for_its_check(world: CheckedWorld):
+    larges = [await world.submit(**gang(64, f"m:l{number}")) for number in range(CheckTask.concurrency + 1)]
+    await world.until_checks(CheckTask.concurrency)
+    assert {(await world.job(large)).reason for large in larges} == {Reason.CLUSTER_TOO_SMALL}
+    await world.answer(world.checks[0], TYPO)
+    assert (await world.job(larges[0])).reason == Reason.MODEL_BUILD_FAILED
 
 
 async def test_a_job_that_waits_for_a_check_for_too_long_starts_unchecked(world: CheckedWorld):
