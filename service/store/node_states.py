@@ -1,11 +1,12 @@
 """States of nodes as operators, Ray and Slotline set them, and the quarantine of nodes that lose attempts.
 
-A node that loses attempts by its own fault is quarantined for a time, unless an operator put it back.
+A node that loses attempts by its own fault is quarantined for a time, unless an operator put it back; one that was lost
+is excluded until Ray must know it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 
 from sqlalchemy import delete, select
@@ -27,6 +28,8 @@ LOSSES_TO_QUARANTINE = 2
 accelerator reported a fault: the next attempt would land on it again."""
 FAILURES_COUNT_FOR = timedelta(hours=6)
 QUARANTINE_LASTS = timedelta(hours=6)
+LOSS_UNKNOWN_FOR = timedelta(seconds=60)
+"""For this time after its loss Ray may still list a node as alive: its health checks fail five times in a row first."""
 
 
 async def node_marks(session: AsyncSession, cluster: str | None = None) -> list[NodeMark]:
@@ -50,7 +53,18 @@ async def node_marks(session: AsyncSession, cluster: str | None = None) -> list[
 
 
 async def set_node_mark(session: AsyncSession, mark: NodeMark) -> None:
-    """Set the state of the nodes of a name, in the stead of what was set before; an operator's is in the audit log."""
+    """Set the state of the nodes of a name, in the stead of what was set before; an operator's is in the audit log.
+
+    READY also ends what was set of a single Ray node of the name, but for what Ray itself sets.
+    """
+    if mark.state is NodeState.READY and not mark.node_id:
+        single = [
+            NodeStateRow.cluster == mark.cluster,
+            NodeStateRow.name == mark.name,
+            NodeStateRow.node_id != "",
+            NodeStateRow.set_by != BY_RAY,
+        ]
+        await session.execute(delete(NodeStateRow).where(*single))
     row = NodeStateRow(
         cluster=mark.cluster,
         name=mark.name,
@@ -87,24 +101,27 @@ async def set_ray_drains(
 async def record_node_failures(
     session: AsyncSession, attempt: AttemptRow, node_ids: Collection[str], *, at: datetime
 ) -> list[NodeMark]:
-    """Record that nodes lost this (ended) attempt, and quarantine those that have lost LOSSES_TO_QUARANTINE of late, or this
-    one by a fault of an accelerator.
+    """Record that nodes lost this (ended) attempt, and keep work off them.
 
-    Attempts count for FAILURES_COUNT_FOR, and not those from before the node's state was set last. Returns what was set.
+    Those that have lost LOSSES_TO_QUARANTINE of late, or this one by a fault of an accelerator, are quarantined. A Ray
+    node that was itself lost is excluded for LOSS_UNKNOWN_FOR: the next attempt would land on it as long as Ray takes it
+    for alive. Attempts count for FAILURES_COUNT_FOR, and not those from before the node's state was set last. Returns what was set.
     """
     placed = select(PlacedMeshRow).where(
         PlacedMeshRow.attempt_id == attempt.id, PlacedMeshRow.node_id.in_(list(node_ids))
     )
-    names = dict[str, None]()
+    lost_nodes = dict[tuple[str, str], None]()
     for mesh in (await session.execute(placed)).scalars():
         mesh.failed = True
-        names[mesh.node] = None
-    if not names:
+        lost_nodes[mesh.node, mesh.node_id] = None
+    if not lost_nodes:
         return []
     await session.flush()
-    marks = await node_marks(session, attempt.cluster)
     made = []
-    for name in names:
+    if attempt.reason == Reason.NODE_LOST:
+        made += await _exclude_lost_nodes(session, attempt, lost_nodes, at=at)
+    marks = await node_marks(session, attempt.cluster)
+    for name in dict.fromkeys(name for name, _ in lost_nodes):
         if mark_in_force(marks, name, "", now=at) is not None:
             continue
         since = max(
@@ -126,6 +143,28 @@ async def record_node_failures(
         await set_node_mark(session, mark)
         made.append(mark)
     return made
+
+
+async def _exclude_lost_nodes(
+    session: AsyncSession, attempt: AttemptRow, lost_nodes: Iterable[tuple[str, str]], *, at: datetime
+) -> list[NodeMark]:
+    """Exclude Ray nodes (name, id) for LOSS_UNKNOWN_FOR; the marks, with which those that have ended are removed."""
+    over = [
+        NodeStateRow.cluster == attempt.cluster,
+        NodeStateRow.set_by == BY_SLOTLINE,
+        NodeStateRow.node_id != "",
+        NodeStateRow.until < at,
+    ]
+    await session.execute(delete(NodeStateRow).where(*over))
+    reason = f"{attempt.job_id} attempt {attempt.number} lost it; Ray may not know yet"
+    until = at + LOSS_UNKNOWN_FOR
+    marks = [
+        NodeMark(attempt.cluster, name, NodeState.EXCLUDED, BY_SLOTLINE, at, reason, until, node_id)
+        for name, node_id in lost_nodes
+    ]
+    for mark in marks:
+        await set_node_mark(session, mark)
+    return marks
 
 
 async def _attempts_lost_on(

@@ -61,11 +61,10 @@ def test_a_job_that_loses_a_node_for_good_goes_on_with_what_is_left(server, ray_
     )
     server.client.post(f"/api/v1/jobs/{job_id}/cancel").raise_for_status()
     job = server.wait(job_id)
-    first, *others, last = job["attempts"]  # another one may meet the node before Ray takes it for dead
+    first, last = job["attempts"]  # none in between: Ray takes the node for alive, we do not
     assert (first["accelerators"], first["reason"], last["accelerators"]) == (6, "NODE_LOST", 4), job[
         "attempts"
     ]
-    assert len(others) <= 1, others
     steps = server.steps(job_id)
     assert [step["step"] for step in steps] == list(range(1, len(steps) + 1)), "each step once"
     spec["training"] |= {"steps": len(steps)}

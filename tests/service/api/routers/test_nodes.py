@@ -86,6 +86,13 @@ async def lose(api: Api, job_id: str, number: int, sequence: int, **changes: Any
     api.cluster.states[f"{job_id}-{number}"] = RayJob(RayState.FAILED)
 
 
+async def forget_loss(api: Api, node_id: str = "id-1") -> None:
+    """The minute is over for which a lost Ray node is excluded."""
+    async with api.service.database.write() as session:
+        row = await session.get(NodeStateRow, ("default", "gpu-1", node_id))
+        row.until = utc_now() - timedelta(seconds=1)
+
+
 async def test_nodes_are_listed_with_their_names_labels_accelerators_and_jobs(nodes_api: Api):
     api = nodes_api
     job_id = await running(api, **TWO)
@@ -176,6 +183,7 @@ async def test_a_node_that_lost_two_attempts_is_quarantined_until_it_is_included
     for job_id in (first, second):
         await placed(api, job_id)
     await lose(api, first, 1, 2)
+    await forget_loss(api)
     assert (await listed(api))["gpu-1"]["state"] == "READY", "once is no habit"
     await lose(api, second, 1, 2, reason="ACCELERATOR_FAILED", message="Xid 79")
     node = (await listed(api))["gpu-1"]
@@ -195,7 +203,29 @@ async def test_a_node_that_lost_two_attempts_is_quarantined_until_it_is_included
     await api.rounds(second, 2)
     assert (await placed(api, second, number=2))["workers"] == [["id-1"], ["id-1"]]
     await lose(api, second, 2, 1)
+    await forget_loss(api)
     assert (await listed(api))["gpu-1"]["state"] == "READY", "what was before it was put back does not count"
+
+
+async def test_a_lost_node_takes_no_work_until_ray_must_know_that_it_is_gone(nodes_api: Api):
+    api = nodes_api
+    job_id = await running(api, **TWO)
+    assert (await placed(api, job_id))["workers"] == [["id-1"], ["id-1"]]
+    await lose(api, job_id, 1, 2)
+    node = (await listed(api))["gpu-1"]
+    assert (node["state"], node["by"]) == ("EXCLUDED", "slotline")
+    assert node["reason"] == f"{job_id} attempt 1 lost it; Ray may not know yet"
+    assert node["until"] > node["since"]
+    await api.rounds(job_id, 2)
+    assert (await placed(api, job_id, number=2))["workers"] == [["id-2"], ["id-2"]]
+    wide = await api.submit(pipeline={"stages": 4})
+    await turn(api)
+    assert (await api.job(wide))["reason"] == "WAITS_FOR_ACCELERATORS", "Ray lists four accelerators"
+    await set_state(api, "gpu-1", "READY")
+    assert (await listed(api))["gpu-1"]["state"] == "READY", "an operator knows better"
+    await lose(api, job_id, 2, 1, failed_nodes=["id-2"])
+    assert (await listed(api))["gpu-2"]["state"] == "EXCLUDED"
+    assert (await listed(api))["gpu-1"]["state"] == "READY"
 
 
 async def test_the_next_attempt_leaves_out_the_node_whose_accelerator_reported_a_fault(nodes_api: Api):
@@ -215,7 +245,9 @@ async def test_a_quarantine_ends_by_itself_and_old_losses_do_not_count(nodes_api
     job_ids = [await running(api, **TWO) for _ in range(2)]
     for job_id in job_ids:
         await placed(api, job_id)
+    for job_id in job_ids:
         await lose(api, job_id, 1, 2)
+    await forget_loss(api)
     assert (await listed(api))["gpu-1"]["state"] == "QUARANTINED"
     async with api.service.database.write() as session:
         row = await session.get(NodeStateRow, ("default", "gpu-1", ""))
@@ -229,6 +261,7 @@ async def test_a_quarantine_ends_by_itself_and_old_losses_do_not_count(nodes_api
         row.set_at -= timedelta(hours=8)
     await placed(api, job_ids[0], number=2)
     await lose(api, job_ids[0], 2, 1)
+    await forget_loss(api)
     assert (await listed(api))["gpu-1"]["state"] == "READY"
 
 
