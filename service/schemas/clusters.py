@@ -48,7 +48,10 @@ class NodeView(BaseModel):
     labels: dict[str, str] = {}
     state: NodeState = NodeState.READY
     reason: str = ""
-    by: str = Field(default="", description="Who set the state: a principal, ray, or slotline (a quarantine, or a node that was lost)")
+    by: str = Field(
+        default="",
+        description="Who set the state: a principal, ray, or slotline (a quarantine, or a node that was lost)",
+    )
     since: datetime | None = None
     until: datetime | None = Field(default=None, description="When the state ends by itself; null: never")
     accelerators: list[NodeAccelerators] = []

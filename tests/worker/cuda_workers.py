@@ -12,6 +12,7 @@ from tests.worker.workers import Workers
 from worker.actor import state
 from worker.engine.engine import Engine
 from worker.engine.lanes.cuda import CudaLanes
+from worker.parallel.collectives import Collectives
 from worker.transport.nccl import NcclLibrary, NcclTransport
 
 
@@ -72,13 +73,31 @@ class Watched:
         def lanes(engine, actions):
             device = self.device(engine._mesh, engine._worker)
             launches = engine._launches()
-            enqueued = [device.action(*one) for one in zip(actions, launches, strict=True)]
+            within_step = [self._within_step(action) for action in actions]
+            enqueued = [device.action(*one) for one in zip(within_step, launches, strict=True)]
             made = CudaLanes(engine._program, enqueued, launches, cuda=device)
             changed(engine, made)
             return made
 
+        rehearse = Collectives.rehearse
+
+        def rehearsed(collectives, *arguments, **options):
+            rehearse(collectives, *arguments, **options)
+            self.device(collectives.mesh, collectives.worker).synchronize()  # as copying to the host does
+
+        monkeypatch.setattr(Collectives, "rehearse", rehearsed)
         monkeypatch.setattr(Engine, "_enqueues", lambda engine: True)
         monkeypatch.setattr(Engine, "_make_lanes", lanes)
+
+    def _within_step(self, action):
+        def run():
+            self.nccl.within_step.slot = action
+            try:
+                return action()
+            finally:
+                del self.nccl.within_step.slot
+
+        return run
 
     def device(self, mesh, worker):
         seed = self._seed + 97 * worker + sum(mesh.encode())

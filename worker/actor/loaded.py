@@ -223,13 +223,14 @@ class LoadedWorker(WorkerState):
         return {shard_spec(name): tensor for name, tensor in named_tensors(self.stages).items()}
 
     def warm_up(self, step: int) -> None:
-        """Prefetch the samples of the first step, and on CUDA load and try all kernels on them, before another mesh waits
-        for this one."""
+        """Prefetch the samples of the first step, and on CUDA load and try all kernels on them, then all collectives,
+        before another mesh waits for this one."""
         self.reader.ready(step)
         if self.device != "cuda":
             return
         with self.raising_attempt_failures():
             self.engine.warm_up(step, *self.reader.take(step, first=True))
+            self.engine.rehearse(step)
 
     def collect_between_steps(self) -> None:
         """From now on this process looks for cyclic garbage between steps only, and no more among what is there now: a

@@ -227,7 +227,7 @@ class Engine:
         self._updated = UpdateResult()
         self._lanes: Lanes | None = None
         self._prepared: tuple[_BoundProgram, Lanes] | None = None
-        self._warm = False
+        self._warm, self._rehearsed = False, False
         self._first_step: int | None = None
         self._abort_reason: str | None = None
         self._dead: EngineError | None = None
@@ -261,12 +261,13 @@ class Engine:
             raise EngineError(f"the engine ended before: {self._dead}")
         check_batch(inputs, targets, microbatches=self._microbatches, needs_targets=self._needs_targets)
         with self._ended_by_errors():
-            if self._enqueues() and not self._warm:
-                self._warm_up(step, inputs, targets)
+            if self._enqueues() and not self._rehearsed:
+                if not self._warm:
+                    self._warm_up(step, inputs, targets)
+                self._rehearse(step)
             inputs, targets = batch_on_device(inputs, targets, self._device)
             self._begin(step, inputs, targets)
             check = self._spot_check(step)
-            self._collectives.log.compare_before_step()
             started = time.monotonic()
             if started - self._watch.published_s > _POLL_S:
                 self._watch.publish(step, ())
@@ -301,6 +302,13 @@ class Engine:
         check_batch(inputs, targets, microbatches=self._microbatches, needs_targets=self._needs_targets)
         with self._ended_by_errors():
             self._warm_up(step, inputs, targets)
+
+    def rehearse(self, step: int) -> None:
+        """Run the collectives of a warmed-up program alone, each kind once, so that none connects within a step. Every
+        worker calls this behind `warm_up`; else `run_step` does it. Raises as `run_step` does, and where a worker does
+        not come."""
+        with self._ended_by_errors():
+            self._rehearse(step)
 
     def prepare_program(self, program: MeshProgram) -> bool:
         """Make another order of this engine's program ready for `swap_program`, between two steps; whether it adds up
@@ -524,9 +532,7 @@ class Engine:
             self._lanes.start()
             deadline = time.monotonic() + _WARM_UP_LIMIT_S
             while not self._lanes.wait(_POLL_S):
-                self._watch.publish(step, ())
-                self._raise_if_aborted()
-                self._watch.check(())  # no slot has a limit yet: kernels are being loaded
+                self._poll_warm_up(step)
                 if time.monotonic() > deadline:
                     raise EngineError(
                         f"mesh {self._mesh}: the program's first run, without transfers, took longer than "
@@ -538,6 +544,19 @@ class Engine:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._warm = True
+
+    def _rehearse(self, step: int) -> None:
+        self._collectives.rehearse(
+            self._device, limit_s=_WARM_UP_LIMIT_S, poll=lambda: self._poll_warm_up(step)
+        )
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._rehearsed = True
+
+    def _poll_warm_up(self, step: int) -> None:
+        self._watch.publish(step, ())
+        self._raise_if_aborted()
+        self._watch.check(())  # no slot has a limit yet: kernels are being loaded
 
     # While a step runs, and when it ends early
 

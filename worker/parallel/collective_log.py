@@ -2,10 +2,10 @@
 
 Plans are proved to have one order of collectives (`check_programs`); this checks that what runs has it: collectives
 entered in two orders hang, or add up unrelated tensors without an error. Each is recorded where it begins:
-slot, operation, dtype, bytes. Ranks compare their logs with the first rank of each group before the first step
-(from the dry run) and after it; after a later step only what differs from the step before is posted and
-compared. Nothing else moves between workers, and nobody waits within a step. Transfers have tags, or lanes of
-their own, and are not recorded.
+slot, operation, dtype, bytes. All ranks of a group compare their logs after a dry run, and else with its first rank
+after the first step; after a later step only what differs from the step before is posted and compared. Nothing else
+moves between workers, and nobody waits within a step. Transfers have tags, or lanes of their own, and are not
+recorded.
 On CUDA autograd has a thread of its own: the slot is that of the enqueuing thread, which waits for it. Must not
 know stages or optimizers.
 """
@@ -108,13 +108,30 @@ class CollectiveLog:
         self._post_reference(_DRY_RUN)
         self.begin()
 
-    def compare_before_step(self) -> None:
-        """Compare with the first worker of each group that has posted its dry run. EngineError for another order."""
-        for group in sorted(self._not_compared):
-            message = self._read_reference(self._members[group][0])
-            if message is not None:
-                self._compare(group, self._members[group][0], message[1])
-                self._not_compared.discard(group)
+    def compare_dry_runs(self, limit_s: float, poll: Callable[[], None] = lambda: None) -> RecordsByGroup:
+        """The records of the dry run, which are those of every worker of a group. Every worker calls this behind its dry
+        run, and waits for the others; `poll` is called meanwhile, and may raise. EngineError for another order than
+        theirs, on every worker that it concerns, or where one does not come within `limit_s`."""
+        deadline = time.monotonic() + limit_s
+        for group in sorted(self._reference):
+            for member in self._members[group]:
+                if member != self._own_name:
+                    self._compare(group, member, self._await_dry_run(member, deadline, limit_s, poll))
+        self._not_compared.clear()
+        return self._reference
+
+    def _await_dry_run(
+        self, member: str, deadline: float, limit_s: float, poll: Callable[[], None]
+    ) -> RecordsByGroup:
+        while (message := self._read_reference(member)) is None:
+            poll()
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"{self._own_name} has run its program once without transfers, and {member} has not within {limit_s:g} s "
+                    "said that it did: look at what it does there (`slotline logs`)"
+                )
+            time.sleep(_POLL_S)
+        return message[1]
 
     def compare_after_step(self, slot_limit_s: float = 0.0) -> None:
         """Compare the step that ended with the one before, and what differs with the other workers. EngineError for

@@ -22,6 +22,7 @@ from worker.model.pytree import Target
 from worker.parallel.collective_log import CollectiveLog
 from worker.parallel.process_groups import dp_group, in_stage_peers
 from worker.transport.base import Lane, Transport, finish, real_view
+from worker.transport.selftest import collective_selftest
 
 
 class Collectives:
@@ -41,6 +42,30 @@ class Collectives:
     def connect(self, lanes: tuple[Lane, ...]) -> None:
         """Block until every peer is there, of the groups and of `lanes`. ConnectError names who is missing."""
         self.transport.connect(self.groups, lanes)
+
+    def rehearse(
+        self, device: torch.device, *, limit_s: float, poll: Callable[[], None] = lambda: None
+    ) -> None:
+        """Run each collective of a dry run once alone, with known values.
+
+        NCCL connects what a collective of that kind and size takes when it meets the first one, and on a device where a
+        receive spins that would wait for ever. Every worker calls this behind its dry run; arguments and errors are those
+        of `compare_dry_runs`, besides ConnectError for wrong values.
+        """
+        topology = self.topology
+        rank = topology.rank(self.mesh, self.worker)
+        for group, records in sorted(self.log.compare_dry_runs(limit_s, poll).items()):
+            distinct = {(record.operation, record.dtype, record.size_bytes) for record in records}
+            for operation, dtype, size_bytes in sorted(distinct):
+                trial = collective_selftest(
+                    *(self.transport, group, operation, getattr(torch, dtype.removeprefix("torch."))),
+                    size_bytes=size_bytes,
+                    index=self.groups[group].index(rank),
+                    ranks=len(self.groups[group]),
+                    device=device,
+                )
+                trial.start()
+                trial.check(topology.name(rank))
 
     @property
     def is_muted(self) -> bool:

@@ -111,9 +111,7 @@ log = logging.getLogger(__name__)
 class NcclSettings:
     """Limits on the width of NCCL's kernels: they take multiprocessors from compute while they wait.
 
-    None leaves NCCL's own choice. Must be applied before the first communicator of the process. Besides, NCCL connects
-    all that a communicator may use when it is made: in the middle of a step that would wait for the device, where a
-    receive spins.
+    None leaves NCCL's own choice. Must be applied before the first communicator of the process.
     """
 
     max_p2p_channels: int | None = None
@@ -124,7 +122,6 @@ class NcclSettings:
         for name, value in (
             ("NCCL_MAX_P2P_NCHANNELS", self.max_p2p_channels),
             ("NCCL_MAX_CTAS", self.max_ctas),
-            ("NCCL_RUNTIME_CONNECT", 0),
         ):
             if value is not None:
                 environment.setdefault(name, str(value))

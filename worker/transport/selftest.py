@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from worker.transport.base import ConnectError, Transport
+from worker.transport.base import ConnectError, Transport, finish, real_view
 
 # Short ones go another way through NCCL than long ones do.
 SHORT, LONG = 5, (1 << 17) + 3
@@ -100,6 +100,43 @@ def group_selftests(
         start = _deferred(transport.start_all_gather, group, gathered, given)
         trials.append(SelfTest(f"the all-gather over {group}", start, gathered, whole))
     return trials
+
+
+def collective_selftest(
+    transport: Transport,
+    group: str,
+    operation: str,
+    dtype: torch.dtype,
+    *,
+    size_bytes: int,
+    index: int,
+    ranks: int,
+    device: torch.device | str,
+) -> SelfTest:
+    """Test of one collective as a step has it: `size_bytes` are those of the whole tensor, `index` is the place of this
+    worker among the `ranks` of the group. Ones are summed, and numbers of ranks are gathered."""
+    whole = torch.ones(size_bytes // dtype.itemsize, dtype=dtype, device=device)
+    part = whole.numel() // ranks
+    what = f"the {operation} over {group}"
+
+    def run(start: Callable[..., Callable[[], None] | None], *tensors: torch.Tensor) -> Callable[[], None]:
+        return lambda: finish(start(group, *map(real_view, tensors)))
+
+    if operation == "all-reduce":
+        return SelfTest(
+            what, run(transport.start_all_reduce, whole), whole, whole.to("cpu", copy=True).mul_(ranks)
+        )
+    if operation == "reduce-scatter":
+        own = torch.zeros(part, dtype=dtype, device=device)
+        summed = torch.full((part,), ranks, dtype=dtype)
+        return SelfTest(what, run(transport.start_reduce_scatter, own, whole), own, summed)
+    if operation != "all-gather":
+        raise ValueError(f"{operation!r} is no collective: all-reduce, reduce-scatter or all-gather")
+    numbers = (torch.arange(ranks) % 5 + 1).to(dtype)
+    given = numbers[index].to(device).repeat(part)
+    return SelfTest(
+        what, run(transport.start_all_gather, whole, given), whole, numbers.repeat_interleave(part)
+    )
 
 
 def exchange_selftests(

@@ -90,7 +90,11 @@ class JobChecks:
         jobs = []
         for job in waiting:
             capacity = capacities.get(self._settings.cluster_of(job.queue) or "")
-            if capacity is not None and _is_unchecked(job) and (outlook := _outlook(job, capacity)) is not None:
+            if (
+                capacity is not None
+                and _is_unchecked(job)
+                and (outlook := _outlook(job, capacity)) is not None
+            ):
                 jobs.append((job, outlook))
         return jobs
 

@@ -176,15 +176,24 @@ def _stall_of(pipeline, waiting, batch):
         if key != waiting:
             engine._limits_s[:] = [60.0] * len(engine._limits_s)
 
+    def batch_of(key):
+        share = [x.chunk(pipeline.sizes[key[0]])[key[1]] for x in (batch[0][0][0], batch[1][0])]
+        return [(share[0],)] * MICROBATCHES, [share[1]] * MICROBATCHES
+
+    def warm_up(key, engine):
+        engine.warm_up(1, *batch_of(key))
+        engine.rehearse(1)
+
     def run(key, engine):
         if key == ("m0", 1):
             return
-        share = [x.chunk(pipeline.sizes[key[0]])[key[1]] for x in (batch[0][0][0], batch[1][0])]
         try:
-            engine.run_step(1, [(share[0],)] * MICROBATCHES, [share[1]] * MICROBATCHES)
+            engine.run_step(1, *batch_of(key))
         except EngineError as error:
             said[key] = str(error)
 
+    if any(engine._enqueues() for engine in pipeline.engines.values()):
+        pipeline.each(warm_up)
     pipeline.each(run)
     return said[waiting]
 

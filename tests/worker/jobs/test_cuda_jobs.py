@@ -109,13 +109,14 @@ def test_sums_of_tokens_and_of_batch_norms_meet_buckets_in_one_order(spec, monke
 def test_a_sum_inside_an_action_that_stalls_names_the_worker_that_has_not_come(monkeypatch):
     monkeypatch.setattr("worker.verify.local_gang._SLOT_LIMITS", SlotLimits(factor=1.0, floor_s=3.0))
     with CudaWorkers(monkeypatch, on([(1, 2)], job(stages=1)), threads=True) as workers:
+        workers.losses(range(1, 2))
         absent = workers.workers[1]
         assert (absent.mesh, absent.index) == ("m0", 1)
         with pytest.raises(AttemptFailure) as stalled:
-            workers.call(lambda w: None if w is absent else w.run_step(1))
+            workers.call(lambda w: None if w is absent else w.run_step(2))
     assert stalled.value.reason is Reason.SLOT_STALLED
     assert "mesh m0: 0F0 on lane compute has not ended" in str(stalled.value)
-    assert "it waits for m0/1; m0/1 has said nothing" in str(stalled.value)
+    assert "it waits for m0/1; m0/1 said" in str(stalled.value)
 
 
 @pytest.mark.slow

@@ -102,7 +102,7 @@ def test_buckets_that_one_worker_sums_in_another_order_end_the_first_step_or_com
             with pytest.raises(EngineError, match=SAID):
                 run.step(1, batches())
             return
-        run.each(lambda key, engine: engine.warm_up(1, *batches()[key[1]]))  # as a driver has it
+        run.each(lambda key, engine: engine.warm_up(1, *batches()[key[1]]))
         device = transports.devices["m0", 1]
         before = {name: len(said) for name, said in device.said.items()}
         with pytest.raises(EngineError):
@@ -119,6 +119,28 @@ def test_workers_that_have_one_order_train_on(transports):
             slots = [note.slot for note in engine._collectives.log._reference[f"workers/{engine._mesh}"]]
             assert slots[:2] == (["2REDUCE", "0REDUCE"] if engine._mesh == "m0" else ["3REDUCE", "1REDUCE"])
             assert not engine._collectives.log._not_compared
+    if transports is not None:
+        transports.check()
+        kinds = {said[:3] for _, said in transports.nccl.connected}
+        assert ("allReduce", 44, 8) in kinds, "a bucket has no size of the self-test"
+
+
+def test_a_worker_whose_dry_run_does_not_come_is_named_and_the_wait_can_be_ended():
+    first, second = orders(2)
+    for one in (first, second):
+        one.add("all", "all-reduce", torch.zeros(1))
+    first.record_dry_run()
+    with pytest.raises(EngineError, match=r"m0/0 has run its program once .* m0/1 has not within 0.1 s"):
+        first.compare_dry_runs(0.1)
+
+    def end():
+        raise EngineError("aborted")
+
+    with pytest.raises(EngineError, match="aborted"):
+        first.compare_dry_runs(60.0, end)
+    second.record_dry_run()
+    (record,) = first.compare_dry_runs(60.0)["all"]
+    assert (record.operation, record.dtype, record.size_bytes) == ("all-reduce", "torch.float32", 4)
 
 
 def orders(count=3):

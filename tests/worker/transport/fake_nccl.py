@@ -6,6 +6,8 @@ drops what its communicator has not delivered (`delay_s` a message), destroying 
 
 Values move: sums and gathers of a communicator take what its ranks bring in their order, wait until all have come, and
 refuse what does not fit together (NCCL would hang, or mix it up). Messages of a group leave before the first is awaited.
+The first collective of a kind and size connects what it takes, which waits for the device: a misfit `within_step`, as a
+receive may spin there for ever.
 
 Parameters have cupy's names: test_fake_nccl.py compares, wherever there is a cupy.
 """
@@ -58,6 +60,8 @@ class FakeNccl:
         self.members: dict[tuple, set[int]] = {}
         self.meetings: dict[tuple, _Meeting] = {}
         self.misfits: list[str] = []  # collectives of one communicator that do not fit together
+        self.within_step = threading.local()
+        self.connected: set[tuple] = set()
         self.calls: list[tuple] = []
         self.messages: dict[tuple, list[bytes]] = {}
         self.timeout_s = connect_timeout_s
@@ -179,6 +183,9 @@ class FakeCommunicator:
         with nccl.lock:
             self.met += 1
             key = (self.identity, self.met)
+            if hasattr(nccl.within_step, "slot") and (self.identity, said) not in nccl.connected:
+                nccl.misfits.append(f"{said} connects within a step")
+            nccl.connected.add((self.identity, said))
             meeting = nccl.meetings.setdefault(key, _Meeting(said))
             if meeting.said != said:
                 nccl.misfits.append(f"collective {self.met}: {meeting.said} here, {said} there")

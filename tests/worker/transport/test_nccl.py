@@ -369,7 +369,6 @@ def test_two_different_nccls_in_one_process_are_refused_with_the_pair_that_fits(
 def test_settings_limit_the_width_of_nccl_but_not_against_the_users_word():
     environment = {"NCCL_MAX_CTAS": "4"}
     NcclSettings(max_p2p_channels=2, max_ctas=8).apply(environment)
-    assert environment.pop("NCCL_RUNTIME_CONNECT") == "0", "in a step it would wait for a device that spins"
     assert environment == {"NCCL_MAX_CTAS": "4", "NCCL_MAX_P2P_NCHANNELS": "2"}
 
 

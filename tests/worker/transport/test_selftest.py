@@ -10,6 +10,7 @@ import torch
 
 from tests.worker.transport.fake_nccl import FakeNccl
 from tests.worker.transport.test_nccl import run_all
+from worker.transport import selftest
 from worker.transport.base import ConnectError, Topology
 from worker.transport.nccl import NcclLibrary, NcclTransport
 from worker.transport.rendezvous import host_store
@@ -93,6 +94,57 @@ def _drop_the_end(right, self, sendbuf, count, *rest):
         right(self, ctypes.addressof(broken), count, *rest)
     else:
         right(self, sendbuf, count, *rest)
+
+
+def rehearse(nccl, operation, dtype, size):
+    """What each worker was told of one collective over everybody."""
+    ends, _, _ = connect(nccl)
+    told = {}
+
+    def one(name):
+        trial = selftest.collective_selftest(
+            *(ends[name], "everybody", operation, dtype),
+            size_bytes=3 * size * dtype.itemsize,
+            index=EVERYBODY.index(name),
+            ranks=3,
+            device="cpu",
+        )
+        trial.start()
+        try:
+            trial.check(name)
+        except ConnectError as error:
+            told[name] = str(error)
+
+    run_all(one, EVERYBODY)
+    return told
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.uint8])
+@pytest.mark.parametrize("operation", ["all-reduce", "reduce-scatter", "all-gather"])
+def test_a_collective_of_a_step_is_tried_with_values_of_its_type_and_size(operation, dtype):
+    nccl = FakeNccl()
+    assert rehearse(nccl, operation, dtype, 7777) == {} and nccl.misfits == []
+    method = {"all-reduce": "allReduce", "reduce-scatter": "reduceScatter", "all-gather": "allGather"}[
+        operation
+    ]
+    numbers = 7777 * (3 if operation == "all-reduce" else 1) * (2 if dtype.is_complex else 1)
+    count = numbers * (dtype.itemsize // (2 if dtype.is_complex else 1) if operation == "all-gather" else 1)
+    assert [call[4] for call in nccl.calls if call[0] == method][-3:] == [count] * 3
+
+
+@pytest.mark.parametrize(
+    ("operation", "method"),
+    [("all-reduce", "allReduce"), ("reduce-scatter", "reduceScatter"), ("all-gather", "allGather")],
+)
+def test_a_collective_of_a_step_that_gives_wrong_values_is_named(operation, method):
+    def spoil(right, self, sendbuf, recvbuf, count, *rest):
+        right(self, sendbuf, recvbuf, count, *rest)
+        if count > 1 << 20:  # larger than any trial of a new connection
+            ctypes.memset(recvbuf + 4096, 0, 64)
+
+    told = rehearse(_spoiled(method, spoil), operation, torch.float32, (1 << 20) + 5)
+    assert len(told) == 3 and f"the {operation} over everybody of" in told["m0/1"]
+    assert "gave 0.0 at 1024" in told["m0/1"]
 
 
 def _only_own(right, self, sendbuf, recvbuf, count, *rest):

@@ -62,7 +62,7 @@ class CudaPipeline(LocalPipeline):
         self.cudas = {}
         super().__init__(*arguments, **options)
         for engine in self.engines.values():
-            engine._warm = not warm_up
+            engine._warm = engine._rehearsed = not warm_up
 
     def fake_lanes(self, engine, actions):
         cuda = self.machine.device(engine._mesh, engine._worker)
