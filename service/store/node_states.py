@@ -105,7 +105,8 @@ async def record_node_failures(
 
     Those that have lost LOSSES_TO_QUARANTINE of late, or this one by a fault of an accelerator, are quarantined. A Ray
     node that was itself lost is excluded for LOSS_UNKNOWN_FOR: the next attempt would land on it as long as Ray takes it
-    for alive. Attempts count for FAILURES_COUNT_FOR, and not those from before the node's state was set last. Returns what was set.
+    for alive. Attempts count for FAILURES_COUNT_FOR, and not those from before the node's state was set last. Returns the
+    marks that were set.
     """
     placed = select(PlacedMeshRow).where(
         PlacedMeshRow.attempt_id == attempt.id, PlacedMeshRow.node_id.in_(list(node_ids))

@@ -127,8 +127,8 @@ class CollectiveLog:
             poll()
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"{self._own_name} has run its program once without transfers, and {member} has not within {limit_s:g} s "
-                    "said that it did: look at what it does there (`slotline logs`)"
+                    f"{self._own_name} has run its program once without transfers, and {member} has not within "
+                    f"{limit_s:g} s said that it did: look at what it does there (`slotline logs`)"
                 )
             time.sleep(_POLL_S)
         return message[1]

@@ -204,7 +204,7 @@ class JobChecks:
 
 
 class _Outlook(IntEnum):
-    """When a job could start on its cluster at the soonest, as far as its size tells; the soonest first."""
+    """The soonest start of a job on its cluster, as far as its size tells; in the order of turns."""
 
     STARTS_NOW = 0
     WAITS = 1
