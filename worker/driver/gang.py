@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -456,11 +457,14 @@ class Gang:
         return ids.index(lost) if lost in ids else index
 
     def _gpu_options(self, mesh: str, worker: int) -> dict[str, Any]:
-        options: dict[str, Any] = {"num_gpus": gpu_share(self._workers_per_gpu)}
+        environment: dict[str, Any] = {}
         if self._workers_per_gpu > 1:
             # NCCL takes two ranks on one GPU of one host for a mistake: each says that it is a host of its own
-            options["runtime_env"] = {"env_vars": {"NCCL_HOSTID": f"slotline-{mesh}-{worker}"}}
-        return options
+            environment["env_vars"] = {"NCCL_HOSTID": f"slotline-{mesh}-{worker}"}
+        if self._interpreter is not None:  # no process that uses a GPU is forked, as the driver may be
+            environment["py_executable"] = sys.executable
+        options: dict[str, Any] = {"num_gpus": gpu_share(self._workers_per_gpu)}
+        return options | ({"runtime_env": environment} if environment else {})
 
     def name(self, index: int) -> str:
         """The worker at `index` of `workers`, for messages."""

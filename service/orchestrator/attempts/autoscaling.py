@@ -236,6 +236,7 @@ async def _run(cluster: NamedCluster, demand: ClusterDemand) -> ScaleResult:
     submission = RayJobSubmission(
         id=run_id,
         entrypoint=f"{cluster.drivers.entrypoint('worker.tasks')} scale",
+        interpreter=cluster.drivers.interpreter(),
         env={
             SCALE_REQUEST_VARIABLE: _scale_request(demand, cluster.drivers.workers_per_gpu).to_json(),
             **cluster.drivers.ray_environment,

@@ -92,6 +92,7 @@ class Submitter:
         return RayJobSubmission(
             id=attempt.id,
             entrypoint=cluster.drivers.entrypoint("worker.driver", pip=pip),
+            interpreter=cluster.drivers.interpreter(pip),
             env=spec_environment(job.spec)
             | cluster.drivers.ray_environment
             | {

@@ -62,8 +62,11 @@ class DriverSettings:
     def entrypoint(self, module: str, *, pip: Sequence[str] = ()) -> str:
         """The words of a shell that run a module there, from the fork server where there is one: packages of a job's own
         (`pip`) come with an interpreter that has nothing imported."""
-        python = through_server(self.python) if self.forks and not pip else shlex.quote(self.python)
-        return f"{python} -m {module}"
+        return f"{self.interpreter(pip) or shlex.quote(self.python)} -m {module}"
+
+    def interpreter(self, pip: Sequence[str] = ()) -> str | None:
+        """The words of a shell that run Python from the fork server; None where there is none to use."""
+        return through_server(self.python) if self.forks and not pip else None
 
     @property
     def ray_environment(self) -> dict[str, str]:

@@ -94,7 +94,8 @@ class ResourceUse:
 @dataclass(frozen=True)
 class RayJobSubmission:
     """A Ray job to start: `env` are its environment variables, `resources` (by Ray's names) its entrypoint's own, which
-    does not run on the nodes `avoid` (Ray's ids)."""
+    does not run on the nodes `avoid` (Ray's ids). `interpreter` are the words of a shell with which Ray starts its own
+    processes for the job; None: as it does by itself."""
 
     id: str
     entrypoint: str
@@ -104,6 +105,7 @@ class RayJobSubmission:
     pip: tuple[str, ...] = ()
     resources: Mapping[str, float] = field(default_factory=dict)
     avoid: tuple[str, ...] = ()
+    interpreter: str | None = None
 
 
 class Cluster(Protocol):
@@ -160,6 +162,8 @@ class RayCluster:
             environment["working_dir"] = submission.working_dir
         if submission.pip:
             environment["pip"] = list(submission.pip)
+        if submission.interpreter is not None:
+            environment["py_executable"] = submission.interpreter
         body = {
             "submission_id": submission.id,
             "entrypoint": submission.entrypoint,

@@ -133,6 +133,7 @@ class Task(ABC, Generic[RequestT, ResultT]):
         return RayJobSubmission(
             id=run_id,
             entrypoint=f"{cluster.drivers.entrypoint('worker.tasks', pip=pip)} {self.name}",
+            interpreter=cluster.drivers.interpreter(pip),
             env=environment,
             metadata={f"slotline_{self.name}": job_id or run_id},
             pip=tuple(pip),

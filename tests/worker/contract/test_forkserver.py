@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from service.orchestrator.ray.local_ray import _FORKED_WITH
 from tests.polling import until
 from worker.contract.forkserver import __main__ as forkserver
 from worker.contract.forkserver import spawn
@@ -273,6 +274,46 @@ def test_what_an_interpreter_understands_and_a_fork_does_not_is_refused():
     assert refusal("-u", "-c", "pass") is not None and refusal("-u") is not None
     assert refusal() is not None
     assert refusal("-m", "worker.driver") is None and refusal("default_worker.py", "--x") is None
+
+
+def test_what_imports_set_a_forked_process_may_hand_on(monkeypatch):
+    """As torch sets the folder of its compiler's cache: processes of a forked one come with it."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/cache")
+
+    def refusal(environment: dict[str, str], own: dict[str, str]) -> str | None:
+        return forkserver.Request(("-m", "worker.driver"), environment, "/", ()).refusal(own)
+
+    set_here = {"TORCHINDUCTOR_CACHE_DIR": "/tmp/cache"}
+    assert refusal(set_here, {}) is None and refusal({}, {}) is None
+    assert "TORCHINDUCTOR_CACHE_DIR is read" in refusal({"TORCHINDUCTOR_CACHE_DIR": "/tmp/other"}, {})
+    assert "TORCHINDUCTOR_CACHE_DIR is read" in refusal({}, {"TORCHINDUCTOR_CACHE_DIR": "/tmp/mine"})
+
+
+def test_what_ray_imports_is_there_before_a_process_is_forked():
+    """Four fifths of the time of importing Ray, in each of its processes, were other packages."""
+    found = subprocess.run(
+        [sys.executable, "-c", IMPORTED, *_FORKED_WITH],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=True,
+    )
+    threads, *packages = found.stdout.split()
+    assert threads == "1", "a server with another thread forks nothing"
+    assert not {"requests", "google", "jsonschema", "yaml", "msgpack", "httpx", "torch"} & {*packages}
+    assert "ray" in packages
+
+
+IMPORTED = """
+import importlib, os, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+print(len(os.listdir("/proc/self/task")))
+before = {*sys.modules}
+import worker.driver.__main__
+print(*({name.split(".")[0] for name in sys.modules} - {name.split(".")[0] for name in before}))
+"""
 
 
 def test_only_an_environment_that_names_a_server_has_a_forking_interpreter(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 from typing import Any
@@ -77,6 +78,18 @@ class Sleeper:
     @attributed_to(Reason.SLOT_STALLED)
     def stall(self) -> None:
         raise TimeoutError("waits for m1")
+
+
+@pytest.mark.parametrize(("device", "interpreter"), [("cuda", sys.executable), ("cpu", "python spawn.py")])
+def test_no_worker_with_a_gpu_is_forked_where_its_driver_was(device, interpreter):
+    gang = Gang(
+        sizes=(1,),
+        device=device,
+        limits=Limits(),
+        interruption=Interruption(),
+        interpreter="python spawn.py",
+    )
+    assert gang._actor_options("m0", 0, 0)["runtime_env"] == {"py_executable": interpreter}
 
 
 @pytest.fixture(scope="module")

@@ -36,6 +36,7 @@ log = logging.getLogger("worker.contract.forkserver")
 READ_AT_IMPORT = (
     *("PYTHON", "LD_", "GLIBC_", "MALLOC_", "TORCH", "PYTORCH_", "NPY_", "CUDA", "NVIDIA_"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "FSSPEC_", "PROMETHEUS_", "TQDM_"),
+    *("PROTOCOL_BUFFERS_", "HTTPX_"),
 )
 """Beginnings of names of variables that the interpreter and libraries read when they start."""
 _READ_LATER = ("PYTHONPATH", "PYTHONBREAKPOINT", "CUDA_VISIBLE_DEVICES")
@@ -58,7 +59,9 @@ class Request:
         """Why a process forked from one with the environment `own` would not be what an interpreter is; None: it is."""
         for name in sorted({*own, *self.environment}):
             read = name.startswith(READ_AT_IMPORT) and name not in _READ_LATER
-            if read and own.get(name) != self.environment.get(name):
+            # what imports set here, forked processes hand on to their own
+            values = own.get(name), os.environ.get(name)
+            if read and self.environment.get(name) not in values:
                 return f"{name} is read when libraries are imported"
         program = self._program
         if not program or (program[0].startswith("-") and program[0] != "-m") or program == ("-m",):

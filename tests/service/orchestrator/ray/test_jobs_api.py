@@ -8,6 +8,7 @@ from dataclasses import replace
 import httpx
 import pytest
 from ray._private.label_utils import validate_label_selector_value
+from ray.runtime_env import RuntimeEnv
 
 from service.orchestrator.ray.jobs_api import (
     KUBERNETES_NODE_LABEL,
@@ -58,6 +59,23 @@ async def test_any_other_failure_is_a_refusal_in_rays_last_words(status: int):
 
 async def test_a_submission_that_ray_has_already_is_a_success():
     await cluster(httpx.Response(500, text="already exists"), known=True).submit(SUBMISSION)
+
+
+@pytest.mark.parametrize("interpreter", [None, "/usr/bin/python -S spawn.py"])
+async def test_ray_starts_its_own_processes_for_a_job_with_the_interpreter_of_the_submission(interpreter):
+    bodies = []
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        bodies.append(json.loads(request.content))
+        return httpx.Response(200)
+
+    ray = RayCluster("http://ray")
+    ray._client = httpx.AsyncClient(base_url="http://ray", transport=httpx.MockTransport(respond))
+    await ray.submit(replace(SUBMISSION, interpreter=interpreter, env={"COLOUR": "blue"}))
+    (body,) = bodies
+    wanted = {} if interpreter is None else {"py_executable": interpreter}
+    assert body["runtime_env"] == {"env_vars": {"COLOUR": "blue"}} | wanted
+    RuntimeEnv(**body["runtime_env"])  # Ray takes it
 
 
 @pytest.mark.parametrize(
