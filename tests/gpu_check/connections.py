@@ -159,7 +159,7 @@ def communicators() -> Finding:
             Figure(
                 f"{name}: GPU memory",
                 f"{gpu_bytes / ends / 1e6:.0f} MB",
-                f"an end of a communicator, of {ends} ends in {CHAIN} workers: plans do not count it",
+                f"an end of a communicator, of {ends} ends in {CHAIN} workers: plans take it from the limit",
             ),
             Figure(
                 f"{name}: shared memory",

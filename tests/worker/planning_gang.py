@@ -20,7 +20,7 @@ from worker.machine.node import WorkerAddress
 from worker.verify.local_gang import prepare_workers
 
 HERE = "127.0.0.1"
-TOGETHER = ("measure_collectives", "measure_links", "measure_action")
+TOGETHER = ("measure_collectives", "measure_links", "measure_engine")
 """Calls in which workers meet; others come one after the other: torch's modes and seeds are those of a process."""
 _LIMIT_S = 300.0
 

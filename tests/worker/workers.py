@@ -16,7 +16,7 @@ from service.scheduler.job.forwards import plan_forwards
 from service.scheduler.job.plan_job import JobCosts, job_plan_json, plan_job
 from service.schemas.drivers import PlacementRequest
 from worker.benchmark.plan_request import MeshKind, plan_request
-from worker.contract.costs import UpdateCosts
+from worker.contract.costs import EngineCosts, UpdateCosts
 from worker.contract.job import Job
 from worker.contract.planned import parse_planned_job
 from worker.contract.profile import LayerProfile, MeshCollectiveCosts, OptimizerState
@@ -208,8 +208,8 @@ class PreparedMeasurements:
             _updates[of] = self._first.update_costs()
         return _updates[of]
 
-    def action_s(self) -> float:
-        return 0.0
+    def engine_costs(self) -> EngineCosts:
+        return EngineCosts()
 
     def mesh_profiles(self, kind: MeshKind, counts: Sequence[int]) -> dict[int, LayerProfile]:
         """Of the graph that the first worker traced for as many rows as a worker of this kind has."""

@@ -36,7 +36,7 @@ from worker.contract.profile import (
 )
 from worker.engine.compile import StageCompiler, missing_compiler
 from worker.machine.device import device_kind
-from worker.machine.telemetry import memory_limit
+from worker.machine.telemetry import bytes_open_to_torch, memory_limit
 from worker.model.export import TracedModel
 from worker.model.pytree import target_tensors
 from worker.parallel.process_groups import dp_group, reduce_groups, tp_group
@@ -82,12 +82,12 @@ def measure_mesh_collectives(job: Job, transport: Transport, device: str) -> Mes
             reduce, *measure_reduce_scatter_all_gather(transport, device, **options, workers=workers)
         )
 
+    open_bytes = bytes_open_to_torch(device)
     with closing_transport(transport):
         transport.connect(reduce_groups(topology, {}, (), tensor=tp_size), ())
-        return MeshCollectiveCosts(
-            data=measured(dp_group(mesh, worker, tp_size), topology.size // tp_size, bool(job.sharded)),
-            tensor=measured(tp_group(mesh, worker, tp_size), tp_size, True),
-        )
+        data = measured(dp_group(mesh, worker, tp_size), topology.size // tp_size, bool(job.sharded))
+        tensor = measured(tp_group(mesh, worker, tp_size), tp_size, True)
+        return MeshCollectiveCosts(data, tensor, max(0, open_bytes - bytes_open_to_torch(device)))
 
 
 def measure_mesh_links(transport: Transport, probes: Sequence[Probe], device: str) -> list[ProbeResult]:

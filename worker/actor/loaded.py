@@ -29,7 +29,7 @@ from worker.engine.compile import compile_stages, stage_compiler
 from worker.engine.engine import Engine, engine_collectives
 from worker.engine.local_stages import LocalStages, named_buffers, named_parameters
 from worker.engine.results import autocast_dtype
-from worker.machine.telemetry import GpuMeter
+from worker.machine.telemetry import GpuMeter, bytes_open_to_torch
 from worker.model.opaque.call import opaque_calls
 from worker.model.serialization import ParameterValues
 from worker.model.stages import StageGraph, StageModule
@@ -222,15 +222,22 @@ class LoadedWorker(WorkerState):
         shard_spec = ShardSpec if self.tensor_shards is None else self.tensor_shards.shard_spec
         return {shard_spec(name): tensor for name, tensor in named_tensors(self.stages).items()}
 
-    def warm_up(self, step: int) -> None:
+    def warm_up(self, step: int) -> str | None:
         """Prefetch the samples of the first step, and on CUDA load and try all kernels on them, then all collectives,
-        before another mesh waits for this one."""
+        before another mesh waits for this one; a note where these leave less memory than the plan needs."""
         self.reader.ready(step)
         if self.device != "cuda":
-            return
+            return None
         with self.raising_attempt_failures():
             self.engine.warm_up(step, *self.reader.take(step, first=True))
             self.engine.rehearse(step)
+        open_bytes = bytes_open_to_torch(self.device)
+        if self.planned_bytes is None or self.planned_bytes <= open_bytes:
+            return None
+        return (
+            f"kernels, NCCL's connections and other processes leave {open_bytes:,} bytes of the accelerator to torch, and "
+            f"the plan needs {self.planned_bytes:,}: if a step runs out of memory, the next attempt is planned with less"
+        )
 
     def collect_between_steps(self) -> None:
         """From now on this process looks for cyclic garbage between steps only, and no more among what is there now: a

@@ -6,6 +6,9 @@ Everything a call raises is an AttemptFailure with a reason code.
 from __future__ import annotations
 
 import contextlib
+import pickle
+import socket
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,10 +16,10 @@ from dataclasses import dataclass
 import torch
 
 from worker.actor.benchmarks import measure_job_update, measure_mesh_links, plannable_bytes
-from worker.benchmark.engine_overhead import measure_action
+from worker.benchmark.engine_overhead import measure_engine
 from worker.benchmark.links import Probe, ProbeResult, endpoint
 from worker.checkpoint.format import check_writable
-from worker.contract.costs import UpdateCosts
+from worker.contract.costs import EngineCosts, UpdateCosts
 from worker.contract.failures import (
     AttemptFailure,
     OutOfMemoryFailure,
@@ -119,11 +122,11 @@ class WorkerState:
         return measure_mesh_links(transport, probes, self.device)
 
     @attributed_to(Reason.START_TIMEOUT)
-    def measure_action(
+    def measure_engine(
         self, *, topology: Topology, store: tuple[str, int], host: str, connect_s: float
-    ) -> float:
-        """Processor seconds of the engine for an action; every worker 0 calls this at the same time."""
-        return measure_action(self.transport(topology, store, host, connect_s), self.device)
+    ) -> EngineCosts:
+        """The costs of the engine for an action, and of connections; every worker 0 calls this at the same time."""
+        return measure_engine(self.transport(topology, store, host, connect_s), self.device)
 
     def transport(
         self,
@@ -176,6 +179,14 @@ def engine_failure(error: EngineError) -> AttemptFailure:
     return as_failure(error, Reason.INTERNAL)
 
 
+def _written_snapshot() -> str:
+    """Write the blocks of torch's allocator to a file of this node, and return where it is."""
+    snapshot = torch.cuda.memory._snapshot()
+    with tempfile.NamedTemporaryFile(prefix="slotline-memory-", suffix=".pickle", delete=False) as file:
+        pickle.dump(snapshot, file)
+    return f"the blocks of torch's allocator, for its memory_viz, are in {file.name} of node {socket.gethostname()}"
+
+
 def out_of_memory_failure(
     failure: AttemptFailure, mesh: str, device: str, planned_bytes: int | None, peak_bytes: int
 ) -> OutOfMemoryFailure:
@@ -185,6 +196,8 @@ def out_of_memory_failure(
     if device == "cuda":
         with contextlib.suppress(Exception):  # a device that is out of memory may answer nothing
             details = f"{details}\n{torch.cuda.memory_summary(abbreviated=True)}"
+        with contextlib.suppress(Exception):
+            details = f"{details}\n{_written_snapshot()}"
     planned = "an unknown number of" if planned_bytes is None else f"{planned_bytes:,}"
     way = "allocated by torch" if device == "cuda" else "resident in its process"
     return OutOfMemoryFailure(

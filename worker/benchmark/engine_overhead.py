@@ -1,6 +1,7 @@
-"""Measures the engine's own processor time per action with its transfers, which no layer profile contains.
+"""Measures the engine's own processor time per action, and the bytes of an accelerator that connections hold.
 
-All meshes run a pipeline of trivial stages over the job's transport. On CUDA it is that of the host, which enqueues.
+No layer profile contains these. All meshes run a pipeline of trivial stages over the job's transport. On CUDA it is the time
+of the host, which enqueues.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from worker.contract.costs import EngineCosts
 from worker.contract.planned import MeshProgram
 from worker.contract.program import COMPUTE_LANE, Instruction, receive_lane, send_lane
 from worker.engine.autograd import backward
@@ -20,6 +22,7 @@ from worker.engine.engine import Engine, engine_collectives
 from worker.engine.forward import run_forward
 from worker.engine.local_stages import LocalStages
 from worker.engine.results import RunOptions
+from worker.machine.telemetry import bytes_open_to_torch
 from worker.transport.base import Transport
 
 MICROBATCHES = 16
@@ -27,10 +30,10 @@ _MEASURED_STEPS, _WARM_UP_STEPS = 7, 2
 _SHAPE = (1, 16)
 
 
-def measure_action(transport: Transport, device: str = "cpu") -> float:
+def measure_engine(transport: Transport, device: str = "cpu") -> EngineCosts:
     """Processor seconds for an F or B of this mesh with its transfers, beyond those of the operations: of all threads of
-    this process, on CUDA of the one that enqueues. Worker 0 of every mesh calls this at the same time, and `transport` is
-    closed at the end.
+    this process, on CUDA of the one that enqueues; and the bytes of its device that its connections hold once they have
+    carried tensors. Worker 0 of every mesh calls this at the same time, and `transport` is closed at the end.
 
     Raises an EngineError where a peer is missing or leaves.
     """
@@ -53,6 +56,7 @@ def measure_action(transport: Transport, device: str = "cpu") -> float:
     inputs = [(torch.zeros(_SHAPE),) for _ in range(MICROBATCHES)]
     targets = [torch.zeros(_SHAPE) for _ in range(MICROBATCHES)]
     taken = []
+    open_bytes = bytes_open_to_torch(device)
     try:
         engine.connect()
         for step in range(_WARM_UP_STEPS + _MEASURED_STEPS):
@@ -60,10 +64,11 @@ def measure_action(transport: Transport, device: str = "cpu") -> float:
             engine.run_step(step, inputs, targets)
             host_s = engine.host_s
             taken.append(time.process_time() - started if host_s is None else host_s)
+        connection_bytes = open_bytes - bytes_open_to_torch(device)
     finally:
         engine.close()
     whole_s = statistics.median(taken[_WARM_UP_STEPS:]) / (2 * MICROBATCHES)
-    return max(0.0, whole_s - _operator_seconds(device) / 2)
+    return EngineCosts(max(0.0, whole_s - _operator_seconds(device) / 2), max(0, connection_bytes))
 
 
 class _Edge:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from worker.contract.costs import UpdateCosts
+from worker.contract.costs import EngineCosts, UpdateCosts
 from worker.contract.failures import AttemptFailure
 from worker.contract.job import Job, may_interleave, microbatch_counts
 from worker.contract.profile import LayerProfile, MeshCollectiveCosts, OptimizerState
@@ -44,8 +44,8 @@ class Measurements(Protocol):
     def update_costs(self) -> UpdateCosts:
         """The costs of REDUCE and STEP on one worker alone, without collectives."""
 
-    def action_s(self) -> float:
-        """Processor seconds of the engine itself for an action; 0 on accelerators."""
+    def engine_costs(self) -> EngineCosts:
+        """The engine's own processor seconds for an action, and what connections between meshes hold of an accelerator."""
 
     def mesh_profiles(self, kind: MeshKind, counts: Sequence[int]) -> Mapping[int, LayerProfile]:
         """The costs of the layers by number of microbatches on meshes of one kind; for heterogeneous jobs, by kind."""
@@ -66,6 +66,7 @@ def plan_request(job: Job, measurements: Measurements) -> dict[str, Any]:
         skips=any(edge.target > edge.source + 1 for edge in next(iter(measured.values())).edges),
     )
     collectives = measurements.collectives(network)
+    update, engine = measurements.update_costs(), measurements.engine_costs()
     profiles = [
         {"microbatches": count, "profile": _with_collectives(job, profile, collectives).to_json()}
         for count, profile in measured.items()
@@ -75,10 +76,13 @@ def plan_request(job: Job, measurements: Measurements) -> dict[str, Any]:
         **(profiles[0] if len(profiles) == 1 else {"profiles": profiles}),
         "tried": list(microbatch_counts(job)),
         "network": network,
-        "memory": [{"mesh": mesh, "memory_bytes": limit} for mesh, limit in memory.items()],
+        "memory": [
+            {"mesh": mesh, "memory_bytes": limit}
+            for mesh, limit in _without_connections(job, memory, collectives, engine).items()
+        ],
         "optimizer": asdict(optimizer),
-        "update": update_with_collectives(job, measurements.update_costs(), collectives).to_json(),
-        "action_s": measurements.action_s(),
+        "update": update_with_collectives(job, update, collectives).to_json(),
+        "action_s": engine.action_s,
         **_mesh_profiles(job, measurements, list(measured), collectives),
         "workers": measurements.workers(),
     }
@@ -105,6 +109,17 @@ def layer_profiles(
             measurements.leave_out(count, failure.message)
             break
     return dict(sorted(profiles.items()))
+
+
+def _without_connections(
+    job: Job, memory: Mapping[str, int], collectives: MeshCollectiveCosts, engine: EngineCosts
+) -> dict[str, int]:
+    """The limit of each mesh, if it is what is free, less what connections will hold of it; a byte where they would take
+    all, for which no plan is found."""
+    if job.resources.memory_per_worker != "auto":
+        return dict(memory)
+    held = collectives.connection_bytes + engine.connection_bytes
+    return {mesh: max(1, limit - held) for mesh, limit in memory.items()}
 
 
 def _layer_outgrows_memory(profiles: Mapping[int, LayerProfile], count: int, least_bytes: int | None) -> bool:

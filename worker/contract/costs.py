@@ -18,6 +18,24 @@ from worker.contract.buckets import Gradient, group_into_buckets
 from worker.contract.codec import from_json, to_json
 from worker.contract.profile import PROFILE_FORMAT, CutError, LayerProfile
 
+
+@dataclass(frozen=True)
+class EngineCosts:
+    """The costs of the engine itself on a worker: processor seconds for each action, and the bytes of its accelerator that
+    connections to other meshes hold."""
+
+    action_s: float = 0.0
+    connection_bytes: int = 0
+
+
+def mean_engine_costs(measured: Sequence[EngineCosts]) -> EngineCosts:
+    """The mean seconds of some workers, and the most bytes of any."""
+    return EngineCosts(
+        sum(costs.action_s for costs in measured) / len(measured),
+        max(costs.connection_bytes for costs in measured),
+    )
+
+
 # worker/tasks/profile.py reads its request from this variable of the environment, and answers in a line with this mark.
 PROFILE_REQUEST_VARIABLE = "SLOTLINE_PROFILE_JOB"
 PROFILE_RESULT_MARK = "SLOTLINE_COSTS "

@@ -56,11 +56,12 @@ class CollectiveCost:
 @dataclass(frozen=True)
 class MeshCollectiveCosts:
     """The collective costs of one mesh, of its data-parallel (`data`) and tensor-parallel (`tensor`) groups; None
-    for a group of one rank.
+    for a group of one rank. `connection_bytes` is what the connections of its groups hold of an accelerator.
     """
 
     data: CollectiveCost | None = None
     tensor: CollectiveCost | None = None
+    connection_bytes: int = 0
 
 
 def slowest_collective_cost(found: Sequence[CollectiveCost | None]) -> CollectiveCost | None:

@@ -18,11 +18,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict, replace
 from typing import Any
 
 from worker.benchmark.links import Probe, ProbeResult, choose_probes, endpoint, network_spec
 from worker.benchmark.plan_request import MeshKind
-from worker.contract.costs import UpdateCosts
+from worker.contract.costs import EngineCosts, UpdateCosts, mean_engine_costs
 from worker.contract.job import Job
 from worker.contract.profile import (
     LayerProfile,
@@ -43,10 +44,10 @@ from worker.transport.rendezvous import serve_rendezvous
 log = logging.getLogger(__name__)
 
 PROBE_LIMIT_S = 10.0
-ACTION_LIMIT_S = 60.0
+ENGINE_LIMIT_S = 60.0
 LINK_CACHE_S = 6 * 3600.0  # what a cloud's network gives one hour it may not give the next day
 _LINK_CACHE_FORMAT = 1
-_ACTION_CACHE_FORMAT = 1
+_ENGINE_CACHE_FORMAT = 2
 
 
 class GangMeasurements:
@@ -269,24 +270,31 @@ class GangMeasurements:
             for address in self._gang.addresses
         ]
 
-    def action_s(self) -> float:
-        """Processor seconds of the engine itself for an action, the mean over meshes; on CUDA, where workers connect once
-        more to measure it, kept for these nodes."""
-        key = None if self._device == "cpu" else self._action_key()
-        if key is not None and (seconds := _cached_seconds(self._control.cached_profile(key))) is not None:
-            return seconds
+    def engine_costs(self) -> EngineCosts:
+        """The costs of the engine itself: mean seconds over meshes, most bytes of any; on CUDA, where workers connect
+        once more to measure it, kept for these nodes."""
+        key = None if self._device == "cpu" else self._engine_key()
+        if key is not None and (known := _cached_engine_costs(self._control.cached_profile(key))) is not None:
+            return known
         leaders = {mesh: endpoint(mesh, 0) for mesh in self._nodes_of}
-        seconds = self._call_at_once(
-            "measure_action",
+        measured = self._call_at_once(
+            "measure_engine",
             list(leaders.values()),
             meshes=list(leaders),
             what="measuring what an action takes of the engine",
-            limit_s=ACTION_LIMIT_S,
+            limit_s=ENGINE_LIMIT_S,
         )
-        mean_s = sum(seconds) / len(seconds)
+        costs = mean_engine_costs(measured)
         if key is not None:
-            self._control.store_profile(key, {"format": _ACTION_CACHE_FORMAT, "seconds": mean_s})
-        return mean_s
+            # GPUs are shared with workers who connect at the same time, as far as these have the number 0
+            sharing = self._sharing if self._job.resources.workers_per_mesh == 1 else 1
+            costs = replace(costs, connection_bytes=costs.connection_bytes // sharing)
+            self._control.store_profile(key, {"format": _ENGINE_CACHE_FORMAT, **asdict(costs)})
+            self._reporter.event(
+                "connections_measured",
+                f"connections to other meshes hold up to {costs.connection_bytes:,} bytes of an accelerator",
+            )
+        return costs
 
     @property
     def _nodes_of(self) -> dict[str, list[str]]:
@@ -305,11 +313,16 @@ class GangMeasurements:
         body = self._control.cached_profile(self._key(probe))
         return None if body is None else links_from_cache(probe, body, now=time.time())
 
-    def _action_key(self) -> str:
+    @property
+    def _sharing(self) -> int:
+        """The most workers of one GPU, or on CPU of one node."""
+        return max(map(self._gang.workers_sharing_memory, self._gang.addresses))
+
+    def _engine_key(self) -> str:
         """The nodes of the workers that run an action, whose processors enqueue it, and the number of meshes."""
         nodes = sorted({address.node_id for address in self._gang.addresses if address.worker == 0})
         digest = hashlib.sha256(" ".join(nodes).encode()).hexdigest()
-        return f"action of {self._device} in {self._job.meshes} meshes {digest}"
+        return f"engine on {self._device} in {self._job.meshes} meshes of {self._sharing} a device {digest}"
 
     def _key(self, probe: Probe) -> str:
         """The nodes by their identity (addresses come back on other nodes) and in the order of their roles."""
@@ -393,12 +406,13 @@ class GangMeasurements:
         return self._call(method, *arguments, what=what, workers=self._gang.workers[:1])[0]
 
 
-def _cached_seconds(body: Mapping[str, Any] | None) -> float | None:
-    """The seconds of an action that are kept; None where `body` holds none that are of use."""
-    if body is None or body.get("format") != _ACTION_CACHE_FORMAT:
+def _cached_engine_costs(body: Mapping[str, Any] | None) -> EngineCosts | None:
+    """The costs of the engine that are kept; None where `body` holds none that are of use."""
+    if body is None or body.get("format") != _ENGINE_CACHE_FORMAT:
         return None
-    seconds = body.get("seconds")
-    return seconds if isinstance(seconds, float) and 0 <= seconds < ACTION_LIMIT_S else None
+    seconds, held = body.get("action_s"), body.get("connection_bytes")
+    usable = isinstance(seconds, float) and 0 <= seconds < ENGINE_LIMIT_S and type(held) is int and held >= 0
+    return EngineCosts(seconds, held) if usable else None
 
 
 def _names(nodes: Iterable[str]) -> str:
@@ -509,9 +523,11 @@ def measure_collective_costs(
         host=PerWorker(address.node for _, address in members),
         connect_s=limits.connect_s,
     )
+    sharing = max(map(gang.workers_sharing_memory, gang.addresses))
     slowest = MeshCollectiveCosts(
         data=slowest_collective_cost([costs.data for costs in measured]),
         tensor=slowest_collective_cost([costs.tensor for costs in measured]),
+        connection_bytes=max(costs.connection_bytes for costs in measured) // sharing,
     )
     for what, costs in (
         ("summing gradients over the workers of a mesh", slowest.data),

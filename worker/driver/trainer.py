@@ -263,13 +263,16 @@ class Trainer:
         self._launch.end_phase("check")
 
     def _warm_up(self, step: int) -> None:
-        self._gang.call(
+        notes = self._gang.call(
             "warm_up",
             step,
             phase=Phase.CHECK,
             what="the first run, without transfers",
             extra_s=SKIP_LIMIT_S + self._job.data.loader.timeout_s,
         )
+        for address, note in zip(self._gang.addresses, notes, strict=True):
+            if note is not None:
+                self._reporter.event("memory_short", f"mesh {address.mesh}, worker {address.worker}: {note}")
         self._gang.call(
             "collect_between_steps", phase=Phase.CHECK, what="collecting the garbage of the start"
         )

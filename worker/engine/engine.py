@@ -307,6 +307,8 @@ class Engine:
         """Run the collectives of a warmed-up program alone, each kind once, so that none connects within a step. Every
         worker calls this behind `warm_up`; else `run_step` does it. Raises as `run_step` does, and where a worker does
         not come."""
+        if not self._warm:
+            raise EngineError("the engine is not warmed up: call warm_up() before rehearse()")
         with self._ended_by_errors():
             self._rehearse(step)
 

@@ -117,6 +117,16 @@ def memory_limit(device: str, sharing: int, root: Path = Path("/")) -> int | Non
     return None if free is None else int(free * (1 - MEMORY_MARGIN)) // sharing
 
 
+def bytes_open_to_torch(device: str) -> int:
+    """Bytes of this worker's GPU that torch's allocator has or may get: all but contexts, kernels, NCCL's connections and
+    other processes. 0 on CPU, where connections keep little."""
+    if device != "cuda":
+        return 0
+    import torch
+
+    return int(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
+
+
 def available_bytes(root: Path = Path("/")) -> int | None:
     """Bytes that processes of this node, or of this container, can still get; None where nothing says.
 

@@ -113,10 +113,15 @@ class CollectiveLog:
         run, and waits for the others; `poll` is called meanwhile, and may raise. EngineError for another order than
         theirs, on every worker that it concerns, or where one does not come within `limit_s`."""
         deadline = time.monotonic() + limit_s
+        groups_of: dict[str, list[str]] = {}
         for group in sorted(self._reference):
             for member in self._members[group]:
-                if member != self._own_name:
-                    self._compare(group, member, self._await_dry_run(member, deadline, limit_s, poll))
+                groups_of.setdefault(member, []).append(group)
+        groups_of.pop(self._own_name, None)
+        for member, groups in groups_of.items():
+            records = self._await_dry_run(member, deadline, limit_s, poll)
+            for group in groups:
+                self._compare(group, member, records)
         self._not_compared.clear()
         return self._reference
 

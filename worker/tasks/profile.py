@@ -14,13 +14,19 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from worker.actor.actor import NewWorker
 from worker.benchmark.links import ProbeResult, choose_probes, endpoint, network_spec
 from worker.benchmark.plan_request import MeshKind, plan_request
-from worker.contract.costs import PROFILE_REQUEST_VARIABLE, PROFILE_RESULT_MARK, UpdateCosts
+from worker.contract.costs import (
+    PROFILE_REQUEST_VARIABLE,
+    PROFILE_RESULT_MARK,
+    EngineCosts,
+    UpdateCosts,
+    mean_engine_costs,
+)
 from worker.contract.failures import AttemptFailure, as_failure
 from worker.contract.job import Job
 from worker.contract.profile import CollectiveCost, LayerProfile, MeshCollectiveCosts, OptimizerState
@@ -138,8 +144,9 @@ class LocalMeasurements:
     def update_costs(self) -> UpdateCosts:
         return self._worker.update_costs()
 
-    def action_s(self) -> float:
-        return self._gang_costs.action_s
+    def engine_costs(self) -> EngineCosts:
+        """Measured between processes on CPU; nothing is known of accelerators, whose margin must do for connections."""
+        return self._gang_costs.engine
 
     def mesh_profiles(self, kind: MeshKind, counts: Sequence[int]) -> dict[int, LayerProfile]:
         """Measured by a worker with the samples of a mesh of this kind."""
@@ -169,10 +176,10 @@ def assumed_workers(job: Job, device: str) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class _GangCosts:
-    """Measurements of several processes of this machine: links, and the engine's own time for an action."""
+    """Measurements of several processes of this machine: links, and what the engine itself takes."""
 
     links: Sequence[ProbeResult] = ()
-    action_s: float = 0.0
+    engine: EngineCosts = field(default_factory=EngineCosts)
 
 
 def _measure_gang_costs(job: Job, device: str) -> _GangCosts:
@@ -195,7 +202,7 @@ def _measure_gang_costs(job: Job, device: str) -> _GangCosts:
         kill_pool(pool)
     return _GangCosts(
         links=[link for cost in costs for link in cost.links],
-        action_s=sum(cost.action_s for cost in costs) / len(costs),
+        engine=mean_engine_costs([cost.engine for cost in costs]),
     )
 
 
@@ -214,5 +221,5 @@ def _measure_as_mesh(job: Job, mesh: str, meshes: list[str], links_port: int, ac
         )
         if probes
         else (),
-        action_s=worker.measure_action(store=("127.0.0.1", action_port), **where),
+        engine=worker.measure_engine(store=("127.0.0.1", action_port), **where),
     )

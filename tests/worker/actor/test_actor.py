@@ -15,7 +15,7 @@ from tests.polling import until
 from tests.reference import accumulate
 from tests.tiers import some_by_day
 from tests.worker.workers import LeavesCycles, Workers
-from worker.actor import model_host
+from worker.actor import loaded, model_host
 from worker.actor.actor import NewWorker, Worker
 from worker.actor.loaded import LoadedWorker
 from worker.actor.state import out_of_memory_failure
@@ -319,17 +319,42 @@ def test_memory_that_runs_out_in_an_action_is_told_with_the_bytes_that_were_plan
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_on_a_gpu_the_details_have_what_torchs_allocator_holds(answers, monkeypatch):
+def test_on_a_gpu_the_details_have_what_torchs_allocator_holds(answers, monkeypatch, tmp_path):
     def summary(abbreviated):
         if not answers:
             raise RuntimeError("CUDA error: out of memory")
         return "Allocated memory 79 GiB"
 
+    def snapshot():
+        return {"segments": summary(True)}
+
     monkeypatch.setattr("torch.cuda.memory_summary", summary)
+    monkeypatch.setattr("torch.cuda.memory._snapshot", snapshot)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     failure = AttemptFailure(Reason.OUT_OF_MEMORY, "CUDA out of memory", "in forward")
     told = out_of_memory_failure(failure, "m0", "cuda", 5, 7)
-    assert told.details == "in forward" + "\nAllocated memory 79 GiB" * answers
+    assert told.details.startswith("in forward" + "\nAllocated memory 79 GiB" * answers)
+    written = list(tmp_path.iterdir())
+    assert len(written) == answers == (f"memory_viz, are in {tmp_path}" in told.details)
+    assert [pickle.loads(path.read_bytes()) for path in written] == [
+        {"segments": "Allocated memory 79 GiB"}
+    ] * answers
     assert out_of_memory_failure(failure, "m0", "cpu", 5, 7).details == "in forward"
+
+
+def test_a_plan_that_needs_more_than_connections_leave_is_told_before_the_first_step(monkeypatch):
+    """On streams all is warm and connected then; what is open to torch is given here."""
+    monkeypatch.setattr(loaded, "bytes_open_to_torch", lambda device: 1_234_566)
+    with Workers(job()) as run:  # it plans with 1,234,567 bytes
+        for worker in run.workers:
+            worker.device = "cuda"
+        notes = run.call(lambda worker: worker.warm_up(1))
+        assert [note.partition(": if a step")[0] for note in notes] == [
+            "kernels, NCCL's connections and other processes leave 1,234,566 bytes of the accelerator to torch, and the "
+            "plan needs 1,234,567"
+        ] * 2
+        monkeypatch.setattr(loaded, "bytes_open_to_torch", lambda device: 1_234_567)
+        assert run.call(lambda worker: worker.warm_up(1)) == [None, None]
 
 
 @pytest.mark.slow

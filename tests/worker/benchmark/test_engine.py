@@ -11,7 +11,8 @@ import pytest
 
 from tests.worker.cuda_workers import Watched, WatchedTransport
 from worker.benchmark import engine_overhead as benchmark_engine
-from worker.benchmark.engine_overhead import MICROBATCHES, measure_action, pipeline_program
+from worker.benchmark.engine_overhead import MICROBATCHES, measure_engine, pipeline_program
+from worker.contract.costs import EngineCosts
 from worker.engine.engine import Engine
 from worker.engine.lanes import cuda as cuda_lanes
 from worker.transport.base import ConnectError, Topology
@@ -43,7 +44,11 @@ def transports(stores, meshes, connect_s=60.0):
 def measured(stores, count):
     meshes = tuple(f"m{k}" for k in range(count))
     with ThreadPoolExecutor(count) as threads:
-        return list(threads.map(measure_action, transports(stores, meshes)))
+        return list(threads.map(measure_engine, transports(stores, meshes)))
+
+
+def seconds(costs):
+    return [one.action_s for one in costs]
 
 
 class ThreadClock(threading.local):
@@ -68,7 +73,7 @@ def test_what_the_engine_burns_in_a_step_is_found_for_every_action(stores, monke
 
     monkeypatch.setattr(benchmark_engine, "time", clock)
     monkeypatch.setattr(Engine, "run_step", burning)
-    assert measured(stores, 3) == pytest.approx([0.064 / (2 * MICROBATCHES)] * 3)
+    assert seconds(measured(stores, 3)) == pytest.approx([0.064 / (2 * MICROBATCHES)] * 3)
     assert sorted(steps) == sorted([*range(max(steps) + 1)] * 3)
 
 
@@ -88,18 +93,18 @@ def test_what_a_profile_counts_already_is_no_work_of_the_engine(stores, monkeypa
     monkeypatch.setattr(benchmark_engine, "time", clock)
     monkeypatch.setattr(benchmark_engine, "run_forward", operations)
     monkeypatch.setattr(Engine, "run_step", burning)
-    assert measured(stores, 1) == pytest.approx([0.064 / (2 * MICROBATCHES) - 0.5e-3])
+    assert seconds(measured(stores, 1)) == pytest.approx([0.064 / (2 * MICROBATCHES) - 0.5e-3])
     slow.append(threading.current_thread())
-    assert measure_action(transports(stores, ("m0",))[0]) == 0.0
+    assert measure_engine(transports(stores, ("m0",))[0]) == EngineCosts(0.0, 0)
 
 
 def test_on_a_real_clock_every_mesh_finds_a_little(stores):
-    assert all(0.0 <= seconds < 1.0 for seconds in measured(stores, 3))
+    assert all(0.0 <= action_s < 1.0 for action_s in seconds(measured(stores, 3)))
 
 
 def test_one_mesh_alone_is_measured_without_transfers(stores):
-    (seconds,) = measured(stores, 1)
-    assert 0.0 <= seconds < 1.0
+    (action_s,) = seconds(measured(stores, 1))
+    assert 0.0 <= action_s < 1.0
     assert {i.op for i in pipeline_program(0, ["m0"])} == {"F", "B"}
 
 
@@ -121,15 +126,33 @@ def test_on_streams_it_is_the_time_of_the_thread_that_enqueues(stores, monkeypat
     stores.append(store := host_store("127.0.0.1"))
     made = [watched.transport(topology, mesh, 0, store.port) for mesh in topology.meshes]
     with ThreadPoolExecutor(2) as threads:
-        found = list(threads.map(measure_action, made))
-    assert found == pytest.approx([MICROBATCHES * 1e-3 / (2 * MICROBATCHES)] * 2)
+        found = list(threads.map(measure_engine, made))
+    assert seconds(found) == pytest.approx([MICROBATCHES * 1e-3 / (2 * MICROBATCHES)] * 2)
     watched.check()
+
+
+def test_what_connections_hold_of_an_accelerator_is_what_they_free_at_the_end(stores, monkeypatch):
+    """The middle one of three meshes has two peers, and two communicators with each; all meshes share one group."""
+    held = 2**20
+
+    def open_bytes(device):
+        own = threading.current_thread().name
+        return 2**30 - held * sum(one.process == own for one in watched.nccl.alive)
+
+    monkeypatch.setattr(benchmark_engine, "bytes_open_to_torch", open_bytes)
+    watched, topology = Watched(monkeypatch), Topology(("m0", "m1", "m2"))
+    stores.append(store := host_store("127.0.0.1"))
+    made = [watched.transport(topology, mesh, 0, store.port) for mesh in topology.meshes]
+    with ThreadPoolExecutor(3) as threads:
+        found = [costs.connection_bytes for costs in threads.map(measure_engine, made)]
+    assert found == [3 * held, 5 * held, 3 * held]
+    assert watched.nccl.alive == []
 
 
 def test_a_mesh_that_does_not_come_is_named(stores):
     first, _ = transports(stores, ("m0", "m1"), connect_s=0.5)
     with pytest.raises(ConnectError, match="m1"):
-        measure_action(first)
+        measure_engine(first)
 
 
 def test_both_ends_of_every_transfer_stand_in_the_programs():

@@ -12,7 +12,7 @@ from tests.worker.driver.fake_gang import SimpleGang
 from tests.worker.driver.test_planning import JOB
 from worker.benchmark.links import network_spec
 from worker.benchmark.plan_request import plan_request
-from worker.contract.costs import UpdateCosts
+from worker.contract.costs import EngineCosts, UpdateCosts
 from worker.contract.profile import (
     CollectiveCost,
     LayerCost,
@@ -36,6 +36,8 @@ def _profile(seconds: float) -> LayerProfile:
 class Known(GangMeasurements):
     """Of a gang whose layers are measured, the rest given."""
 
+    connection_bytes = 0
+
     def memory_bytes(self):
         return {"m0": 100, "m1": 200}
 
@@ -49,13 +51,13 @@ class Known(GangMeasurements):
         return network_spec([], [], {"m0": "n", "m1": "n"}, loops=loops, skips=skips)
 
     def collectives(self, network):
-        return MeshCollectiveCosts(tensor=CollectiveCost((0.5, 1e9)))
+        return MeshCollectiveCosts(tensor=CollectiveCost((0.5, 1e9)), connection_bytes=self.connection_bytes)
 
     def update_costs(self):
         return UpdateCosts()
 
-    def action_s(self):
-        return 0.25
+    def engine_costs(self):
+        return EngineCosts(0.25, self.connection_bytes)
 
     def workers(self):
         return [{"mesh": "m0", "worker": 0, "node": "n", "device": "cpu", "cores": None}]
@@ -82,6 +84,19 @@ def test_each_kind_of_mesh_has_the_profile_of_its_slowest_worker():
     ] == [(COUNT, 2, 1, 3.5), (COUNT, 2, 2, 2.5)]
     assert request["update"]["tensor"] == {"m0": 2}
     assert request["memory"] == [{"mesh": "m0", "memory_bytes": 100}, {"mesh": "m1", "memory_bytes": 200}]
+
+
+def test_what_connections_will_hold_is_taken_from_what_is_free_and_not_from_what_the_job_sets():
+    job, measurements = known(KINDS)
+    measurements.connection_bytes = 30
+
+    def limits(job):
+        return [mesh["memory_bytes"] for mesh in plan_request(job, measurements)["memory"]]
+
+    assert limits(job) == [100 - 60, 200 - 60]
+    assert limits(replace(job, resources=replace(job.resources, memory_per_worker=100))) == [100, 200]
+    measurements.connection_bytes = 60
+    assert limits(job) == [1, 200 - 120], "not one that is none"
 
 
 def test_a_uniform_job_needs_no_profiles_of_its_meshes():

@@ -30,7 +30,7 @@ from worker.machine.node import WorkerAddress
 HERE = "127.0.0.1"
 NODE = "node 0"
 TOGETHER = {
-    *("measure_links", "measure_collectives", "measure_action", "load", "restore", "resume"),
+    *("measure_links", "measure_collectives", "measure_engine", "load", "restore", "resume"),
     *("warm_up", "run_step", "evaluate", "save"),
 }
 """Methods in which workers wait for each other. Of all others one runs at a time: torch's modes and seeds are those of a

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tests.worker.driver.fake_gang import FakeActor, FakeGang
 from tests.worker.driver.test_planning import JOB
 from worker.benchmark.links import ConcurrentTransfers, Link, ProbeResult
+from worker.contract.costs import EngineCosts
 from worker.driver import benchmarks
 from worker.driver.benchmarks import LINK_CACHE_S, GangMeasurements, LinkWatch
 from worker.driver.limits import Limits
@@ -47,6 +49,7 @@ class Gang(FakeGang):
             for mesh, own in enumerate(nodes)
             for worker, node in enumerate(own)
         ]
+        self.workers_sharing_memory = lambda address: 1
         self._node_of = {f"{a.mesh}/{a.worker}": a.node for a in self.addresses}
         self.workers = [self._worker(name) for name in self._node_of]
 
@@ -185,10 +188,12 @@ def test_one_mesh_has_no_links(clock):
 
 
 def acting(nodes, measured):
-    """A gang whose workers take these seconds for an action; each of them is asked once where it is measured."""
+    """A gang whose workers take these seconds for an action, and a byte for each microsecond of it; each of them is asked
+    once where it is measured."""
     gang, asked = Gang(nodes), []
     for worker, seconds in zip(gang.workers, measured, strict=True):
-        worker.answers["measure_action"] = lambda seconds=seconds, **_: asked.append(seconds) or seconds
+        own = EngineCosts(seconds, round(seconds * 1e6))
+        worker.answers["measure_engine"] = lambda own=own, **_: asked.append(own.action_s) or own
     return gang, asked
 
 
@@ -200,25 +205,44 @@ def test_the_engines_own_time_is_the_mean_over_the_meshes_and_kept_for_the_nodes
             gang, own = acting(["a", "a", "b"], measured)
             found, _ = costs(gang, control)
             found._device = device
-            assert found.action_s() == pytest.approx(3e-4)
+            assert found.engine_costs() == EngineCosts(pytest.approx(3e-4), 600)
             asked += own
         assert asked == [*measured] * times
     gang, asked = acting(["a", "c", "b"], measured)
     found, _ = costs(gang, control)
     found._device = "cuda"
-    assert found.action_s() == pytest.approx(3e-4) and asked, "another node has other processors"
+    assert found.engine_costs().action_s == pytest.approx(3e-4) and asked, "another node has other processors"
 
 
 @pytest.mark.parametrize(
-    "kept", [{"format": 0, "seconds": 5e-4}, {"format": 1, "seconds": -1.0}, {"format": 1}]
+    "kept",
+    [
+        {"format": 1, "action_s": 5e-4, "connection_bytes": 1},
+        {"format": 2, "action_s": -1.0, "connection_bytes": 1},
+        {"format": 2, "action_s": 5e-4, "connection_bytes": -1},
+        {"format": 2, "action_s": 5e-4},
+    ],
 )
-def test_kept_seconds_of_an_action_that_are_of_no_use_are_measured_again(clock, kept):
+def test_kept_costs_of_the_engine_that_are_of_no_use_are_measured_again(clock, kept):
     control = Control()
     gang, asked = acting(["a"], (1e-4,))
     found, _ = costs(gang, control)
     found._device = "cuda"
-    control.store_profile(found._action_key(), kept)
-    assert found.action_s() == 1e-4 and asked
+    control.store_profile(found._engine_key(), kept)
+    assert found.engine_costs() == EngineCosts(1e-4, 100) and asked
+
+
+@pytest.mark.parametrize(("workers_per_mesh", "found_bytes"), [(1, 300), (2, 600)])
+def test_workers_of_one_gpu_find_each_others_connections_where_all_of_them_connect(
+    clock, workers_per_mesh, found_bytes
+):
+    """With two workers a mesh only the first of each connects, and it is not known how many of these share a GPU."""
+    gang, _ = acting(["a", "a"], (1e-4, 6e-4))
+    gang.workers_sharing_memory = lambda address: 2
+    found, _ = costs(gang, Control())
+    found._device = "cuda"
+    found._job = replace(JOB, resources=replace(JOB.resources, workers_per_mesh=workers_per_mesh))
+    assert found.engine_costs().connection_bytes == found_bytes
 
 
 def slots_of_step(seconds, microbatches=4):

@@ -186,6 +186,8 @@ def test_a_stage_that_raises_while_warming_up_is_named():
     graph = chain(4)
     graph.stages[3]._function = lambda module, x: 1 / 0
     with LocalPipeline(graph, MESHES, serial_programs(graph, MESHES, 2), 2) as pipeline:
+        with pytest.raises(EngineError, match=r"call warm_up\(\) before rehearse"):
+            pipeline.engines["m1", 0].rehearse(0)
         with pytest.raises(StageError, match="3F0 raised ZeroDivisionError"):
             pipeline.engines["m1", 0].warm_up(0, *batch(2))
         with pytest.raises(EngineError, match="ended before"):

@@ -62,6 +62,7 @@ class FakeNccl:
         self.misfits: list[str] = []  # collectives of one communicator that do not fit together
         self.within_step = threading.local()
         self.connected: set[tuple] = set()
+        self.alive: list[FakeCommunicator] = []
         self.calls: list[tuple] = []
         self.messages: dict[tuple, list[bytes]] = {}
         self.timeout_s = connect_timeout_s
@@ -125,6 +126,7 @@ class FakeCommunicator:
             nccl.lock.notify_all()
             if not nccl.lock.wait_for(lambda: len(nccl.members[identity]) == ndev, nccl.timeout_s):
                 raise RuntimeError("NCCL_ERROR_SYSTEM_ERROR: the constructor would block for ever")
+            nccl.alive.append(self)
 
     def send(self, sendbuf, count, datatype, peer, stream):
         self._check("send", stream)
@@ -227,6 +229,7 @@ class FakeCommunicator:
                     not nccl.spinning.get(self.process) and (self.ending == "abort" or self.under_way == 0)
                 )
             )
+            nccl.alive.remove(self)
 
     def _end(self, how):
         if self.ending is not None:

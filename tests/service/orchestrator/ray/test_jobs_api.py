@@ -61,8 +61,8 @@ async def test_a_submission_that_ray_has_already_is_a_success():
     await cluster(httpx.Response(500, text="already exists"), known=True).submit(SUBMISSION)
 
 
-@pytest.mark.parametrize("interpreter", [None, "/usr/bin/python -S spawn.py"])
-async def test_ray_starts_its_own_processes_for_a_job_with_the_interpreter_of_the_submission(interpreter):
+async def submitted(submission: RayJobSubmission) -> dict:
+    """The body of the one request with which Ray is given `submission`."""
     bodies = []
 
     def respond(request: httpx.Request) -> httpx.Response:
@@ -71,8 +71,14 @@ async def test_ray_starts_its_own_processes_for_a_job_with_the_interpreter_of_th
 
     ray = RayCluster("http://ray")
     ray._client = httpx.AsyncClient(base_url="http://ray", transport=httpx.MockTransport(respond))
-    await ray.submit(replace(SUBMISSION, interpreter=interpreter, env={"COLOUR": "blue"}))
+    await ray.submit(submission)
     (body,) = bodies
+    return body
+
+
+@pytest.mark.parametrize("interpreter", [None, "/usr/bin/python -S spawn.py"])
+async def test_ray_starts_its_own_processes_for_a_job_with_the_interpreter_of_the_submission(interpreter):
+    body = await submitted(replace(SUBMISSION, interpreter=interpreter, env={"COLOUR": "blue"}))
     wanted = {} if interpreter is None else {"py_executable": interpreter}
     assert body["runtime_env"] == {"env_vars": {"COLOUR": "blue"}} | wanted
     RuntimeEnv(**body["runtime_env"])  # Ray takes it
@@ -83,16 +89,7 @@ async def test_ray_starts_its_own_processes_for_a_job_with_the_interpreter_of_th
     [((), None), (("a1",), {"ray.io/node-id": "!in(a1)"}), (("a1", "b2"), {"ray.io/node-id": "!in(a1, b2)"})],
 )
 async def test_an_entrypoint_is_kept_off_nodes_by_rays_label_of_their_ids(avoid, selector):
-    bodies = []
-
-    def respond(request: httpx.Request) -> httpx.Response:
-        bodies.append(json.loads(request.content))
-        return httpx.Response(200)
-
-    ray = RayCluster("http://ray")
-    ray._client = httpx.AsyncClient(base_url="http://ray", transport=httpx.MockTransport(respond))
-    await ray.submit(replace(SUBMISSION, avoid=avoid))
-    (body,) = bodies
+    body = await submitted(replace(SUBMISSION, avoid=avoid))
     assert body.get("entrypoint_label_selector") == selector
     for value in (selector or {}).values():
         assert validate_label_selector_value(value) is None, "Ray takes it"
