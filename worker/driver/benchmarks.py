@@ -17,8 +17,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, replace
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, astuple, replace
 from typing import Any
 
 from worker.benchmark.links import Probe, ProbeResult, choose_probes, endpoint, network_spec
@@ -46,8 +46,11 @@ log = logging.getLogger(__name__)
 PROBE_LIMIT_S = 10.0
 ENGINE_LIMIT_S = 60.0
 LINK_CACHE_S = 6 * 3600.0  # what a cloud's network gives one hour it may not give the next day
+PROCESSOR_CACHE_S = 600.0  # what others leave of a processor changes within minutes
 _LINK_CACHE_FORMAT = 1
-_ENGINE_CACHE_FORMAT = 2
+_SHARES_CACHE_FORMAT = 1
+_UPDATE_CACHE_FORMAT = 1
+_ENGINE_CACHE_FORMAT = 3
 
 
 class GangMeasurements:
@@ -255,7 +258,17 @@ class GangMeasurements:
         return measure_collective_costs(self._job, self._gang, reporter=self._reporter, limits=self._limits)
 
     def update_costs(self) -> UpdateCosts:
-        return self.call_first("update_costs", what="trying the optimizer")
+        """Measured on worker 0, and kept for its node and the job's optimizer for PROCESSOR_CACHE_S."""
+        job, training = self._job, self._job.training
+        of = (job.optimizer, job.code, training.clip_grad_norm, training.precision, training.loss_scaling)
+        digest = hashlib.sha256(repr(of).encode()).hexdigest()
+        key = self._key_of(f"update {digest}", [self._gang.addresses[0].node_id])
+        kept = self._fresh(key, _UPDATE_CACHE_FORMAT, PROCESSOR_CACHE_S)
+        if (costs := _update_costs_of(kept)) is not None:
+            return costs
+        costs = self.call_first("update_costs", what="trying the optimizer")
+        self._keep(key, _UPDATE_CACHE_FORMAT, {"costs": costs.to_json()})
+        return costs
 
     def workers(self) -> list[dict[str, Any]]:
         cores = self._processor_cores()
@@ -271,11 +284,11 @@ class GangMeasurements:
         ]
 
     def engine_costs(self) -> EngineCosts:
-        """The costs of the engine itself: mean seconds over meshes, most bytes of any; on CUDA, where workers connect
-        once more to measure it, kept for these nodes."""
-        key = None if self._device == "cpu" else self._engine_key()
-        if key is not None and (known := _cached_engine_costs(self._control.cached_profile(key))) is not None:
-            return known
+        """The costs of the engine itself: mean seconds over meshes, most bytes of any. Kept for these nodes, on CPU, where
+        all that runs there shares the processors, for PROCESSOR_CACHE_S."""
+        key, limit_s = self._engine_key(), PROCESSOR_CACHE_S if self._device == "cpu" else math.inf
+        if (costs := _engine_costs_of(self._fresh(key, _ENGINE_CACHE_FORMAT, limit_s))) is not None:
+            return costs
         leaders = {mesh: endpoint(mesh, 0) for mesh in self._nodes_of}
         measured = self._call_at_once(
             "measure_engine",
@@ -285,16 +298,27 @@ class GangMeasurements:
             limit_s=ENGINE_LIMIT_S,
         )
         costs = mean_engine_costs(measured)
-        if key is not None:
+        if self._device != "cpu":
             # GPUs are shared with workers who connect at the same time, as far as these have the number 0
             sharing = self._sharing if self._job.resources.workers_per_mesh == 1 else 1
             costs = replace(costs, connection_bytes=costs.connection_bytes // sharing)
-            self._control.store_profile(key, {"format": _ENGINE_CACHE_FORMAT, **asdict(costs)})
             self._reporter.event(
                 "connections_measured",
                 f"connections to other meshes hold up to {costs.connection_bytes:,} bytes of an accelerator",
             )
+        self._keep(key, _ENGINE_CACHE_FORMAT, asdict(costs))
         return costs
+
+    def _fresh(self, key: str, cache_format: int, limit_s: float) -> Mapping[str, Any]:
+        """The entry of `_keep`; empty where there is none of this format, or it is older than `limit_s`."""
+        body = self._control.cached_profile(key)
+        if body is None or body.get("format") != cache_format:
+            return {}
+        at_s = body.get("measured_at")
+        return body if isinstance(at_s, float) and 0 <= time.time() - at_s <= limit_s else {}
+
+    def _keep(self, key: str, cache_format: int, measured: Mapping[str, Any]) -> None:
+        self._control.store_profile(key, {"format": cache_format, "measured_at": time.time(), **measured})
 
     @property
     def _nodes_of(self) -> dict[str, list[str]]:
@@ -321,14 +345,16 @@ class GangMeasurements:
     def _engine_key(self) -> str:
         """The nodes of the workers that run an action, whose processors enqueue it, and the number of meshes."""
         nodes = sorted({address.node_id for address in self._gang.addresses if address.worker == 0})
-        digest = hashlib.sha256(" ".join(nodes).encode()).hexdigest()
-        return f"engine on {self._device} in {self._job.meshes} meshes of {self._sharing} a device {digest}"
+        return self._key_of(f"engine in {self._job.meshes} meshes of {self._sharing} a device", nodes)
 
     def _key(self, probe: Probe) -> str:
         """The nodes by their identity (addresses come back on other nodes) and in the order of their roles."""
         index_of, addresses = self._index_of, self._gang.addresses
-        nodes = [addresses[index_of[end]].node_id for end in (probe.hub, *probe.peers)]
-        return f"links of {self._device} {hashlib.sha256(' '.join(nodes).encode()).hexdigest()}"
+        return self._key_of("links", [addresses[index_of[end]].node_id for end in (probe.hub, *probe.peers)])
+
+    def _key_of(self, what: str, nodes: Iterable[str]) -> str:
+        """The cache key of measurements on these nodes, by their identity, in this order."""
+        return f"{what} of {self._device} {hashlib.sha256(' '.join(nodes).encode()).hexdigest()}"
 
     def _measure(self, probes: Sequence[Probe]) -> dict[Probe, ProbeResult]:
         """On a rendezvous of its own, one probe after the other."""
@@ -350,7 +376,12 @@ class GangMeasurements:
         """The processor cores that the workers of each node have together; on CPU, where they share them."""
         if self._device != "cpu":
             return {}
-        shares = self._call("processor_share", what="looking at the processor")
+        key = self._key_of("processor shares", (address.node_id for address in self._gang.addresses))
+        kept = self._fresh(key, _SHARES_CACHE_FORMAT, PROCESSOR_CACHE_S)
+        shares = _shares_of(kept, len(self._gang.addresses))
+        if shares is None:
+            shares = self._call("processor_share", what="looking at the processor")
+            self._keep(key, _SHARES_CACHE_FORMAT, {"shares": shares})
         cores: dict[str, float] = {}
         for address, share in zip(self._gang.addresses, shares, strict=True):
             cores[address.node] = cores.get(address.node, 0.0) + share
@@ -406,11 +437,26 @@ class GangMeasurements:
         return self._call(method, *arguments, what=what, workers=self._gang.workers[:1])[0]
 
 
-def _cached_engine_costs(body: Mapping[str, Any] | None) -> EngineCosts | None:
-    """The costs of the engine that are kept; None where `body` holds none that are of use."""
-    if body is None or body.get("format") != _ENGINE_CACHE_FORMAT:
+def _update_costs_of(kept: Mapping[str, Any]) -> UpdateCosts | None:
+    """The kept costs of REDUCE and STEP; None where these are none that are of use."""
+    with suppress(TypeError, ValueError, LookupError, AttributeError):
+        costs = UpdateCosts.from_json(kept["costs"])
+        seconds = [s for cost in (costs.reduce, costs.step) for s in astuple(cost)]
+        return costs if all(math.isfinite(s) and s >= 0 for s in seconds) else None
+    return None
+
+
+def _shares_of(kept: Mapping[str, Any], workers: int) -> list[float] | None:
+    """The kept shares of a processor core; None where these are not those of so many workers."""
+    shares = kept.get("shares")
+    if not isinstance(shares, list) or len(shares) != workers:
         return None
-    seconds, held = body.get("action_s"), body.get("connection_bytes")
+    return shares if all(isinstance(share, float) and 0 < share < 2 for share in shares) else None
+
+
+def _engine_costs_of(kept: Mapping[str, Any]) -> EngineCosts | None:
+    """The kept costs of the engine; None where these are none that are of use."""
+    seconds, held = kept.get("action_s"), kept.get("connection_bytes")
     usable = isinstance(seconds, float) and 0 <= seconds < ENGINE_LIMIT_S and type(held) is int and held >= 0
     return EngineCosts(seconds, held) if usable else None
 

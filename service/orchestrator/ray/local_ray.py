@@ -16,11 +16,14 @@ import logging
 import os
 import random
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from typing import NoReturn
 
 from service.orchestrator.decisions.attempt_lifecycle import RAY_RESOURCES
 from service.orchestrator.ray.jobs_api import ClusterError, RayCluster
@@ -276,18 +279,44 @@ def _run_ray_until_stdin_ends(options: list[str]) -> int:
             stdout=subprocess.DEVNULL,
             preexec_fn=_die_with_parent,
         )
+    folder = tempfile.TemporaryDirectory(prefix="slotline-")
     ray = subprocess.Popen(
-        [sys.executable, "-m", "ray.scripts.scripts", "start", *options],
+        [sys.executable, "-c", _START_RAY, _worker_interpreter(folder.name), "start", *options],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         preexec_fn=_die_with_parent,
     )
-    signal.signal(signal.SIGCHLD, lambda *_: ray.poll() is None or os._exit(ray.wait()))
+    signal.signal(signal.SIGCHLD, lambda *_: ray.poll() is None or _exit(ray.wait(), folder))
     if ray.poll() is None:
         sys.stdin.buffer.read()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         ray.terminate()  # `ray start --block` then ends all its processes
-    return ray.wait()
+    code = ray.wait()
+    folder.cleanup()
+    return code
+
+
+_START_RAY = """
+import runpy, sys
+sys.executable = sys.argv.pop(1)
+runpy.run_module("ray.scripts.scripts", run_name="__main__", alter_sys=True)
+"""
+"""Ray starts its processes with what `sys.executable` is where it is started itself."""
+
+
+def _worker_interpreter(folder: str) -> str:
+    """The interpreter with which Ray starts its processes: this one, by worker_setup.py where `folder` may hold programs."""
+    setup = os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker_setup.py")
+    path = os.path.join(folder, "python")
+    with open(path, "w") as file:
+        file.write(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S -E {shlex.quote(setup)} "$@"\n')
+    os.chmod(path, 0o700)
+    return path if os.access(path, os.X_OK) else sys.executable
+
+
+def _exit(code: int, folder: tempfile.TemporaryDirectory) -> NoReturn:
+    folder.cleanup()
+    os._exit(code)
 
 
 def _die_with_parent() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,9 +12,10 @@ import pytest
 from tests.worker.driver.fake_gang import FakeActor, FakeGang
 from tests.worker.driver.test_planning import JOB
 from worker.benchmark.links import ConcurrentTransfers, Link, ProbeResult
-from worker.contract.costs import EngineCosts
+from worker.contract.costs import EngineCosts, LinearCost, UpdateCosts
+from worker.contract.job import Code
 from worker.driver import benchmarks
-from worker.driver.benchmarks import LINK_CACHE_S, GangMeasurements, LinkWatch
+from worker.driver.benchmarks import LINK_CACHE_S, PROCESSOR_CACHE_S, GangMeasurements, LinkWatch
 from worker.driver.limits import Limits
 from worker.machine.node import WorkerAddress
 
@@ -197,11 +199,13 @@ def acting(nodes, measured):
     return gang, asked
 
 
-def test_the_engines_own_time_is_the_mean_over_the_meshes_and_kept_for_the_nodes_of_accelerators(clock):
+def test_the_engines_own_time_is_the_mean_over_the_meshes_and_kept_for_their_nodes(clock):
+    """On CPU as long as what else runs there may be taken to be the same."""
     control, measured = Control(), (1e-4, 2e-4, 6e-4)
     for device, times in (("cpu", 2), ("cuda", 1)):
         asked = []
-        for _ in range(2):
+        for later_s in (0.0, PROCESSOR_CACHE_S, 1.0):
+            clock.s += later_s
             gang, own = acting(["a", "a", "b"], measured)
             found, _ = costs(gang, control)
             found._device = device
@@ -217,10 +221,12 @@ def test_the_engines_own_time_is_the_mean_over_the_meshes_and_kept_for_the_nodes
 @pytest.mark.parametrize(
     "kept",
     [
-        {"format": 1, "action_s": 5e-4, "connection_bytes": 1},
-        {"format": 2, "action_s": -1.0, "connection_bytes": 1},
-        {"format": 2, "action_s": 5e-4, "connection_bytes": -1},
-        {"format": 2, "action_s": 5e-4},
+        {"format": 2, "measured_at": 1e9, "action_s": 5e-4, "connection_bytes": 1},
+        {"format": 3, "action_s": 5e-4, "connection_bytes": 1},
+        {"format": 3, "measured_at": 1e9 + 1, "action_s": 5e-4, "connection_bytes": 1},
+        {"format": 3, "measured_at": 1e9, "action_s": -1.0, "connection_bytes": 1},
+        {"format": 3, "measured_at": 1e9, "action_s": 5e-4, "connection_bytes": -1},
+        {"format": 3, "measured_at": 1e9, "action_s": 5e-4},
     ],
 )
 def test_kept_costs_of_the_engine_that_are_of_no_use_are_measured_again(clock, kept):
@@ -243,6 +249,68 @@ def test_workers_of_one_gpu_find_each_others_connections_where_all_of_them_conne
     found._device = "cuda"
     found._job = replace(JOB, resources=replace(JOB.resources, workers_per_mesh=workers_per_mesh))
     assert found.engine_costs().connection_bytes == found_bytes
+
+
+def on_processors(control, nodes, shares, step_s):
+    """The measurements of a gang whose workers get these shares of a processor, and of which a STEP takes `step_s`."""
+    gang = Gang(nodes)
+    for worker, share in zip(gang.workers, shares, strict=True):
+        worker.answers["processor_share"] = lambda share=share: share
+        worker.answers["update_costs"] = lambda: UpdateCosts(step=LinearCost(step_s, 1e-6, 1e-9))
+    return costs(gang, control)[0]
+
+
+def test_shares_of_processors_and_costs_of_the_optimizer_are_kept_for_minutes(clock):
+    control = Control()
+
+    def measured(found):
+        return [worker["cores"] for worker in found.workers()], found.update_costs().step.fixed_s
+
+    first = [0.5, 0.5, 1.0], 0.25
+    assert measured(on_processors(control, ["aa", "b"], (0.25, 0.25, 1.0), 0.25)) == first
+    clock.s += PROCESSOR_CACHE_S
+    assert measured(on_processors(control, ["aa", "b"], (0.5, 0.5, 0.5), 0.125)) == first
+    other = on_processors(control, ["ba", "b"], (0.5, 0.5, 0.5), 0.125)
+    assert measured(other) == ([1.0, 0.5, 1.0], 0.125), "workers on other nodes"
+    clock.s += 1.0
+    assert measured(on_processors(control, ["aa", "b"], (0.5, 0.5, 0.5), 0.125)) == ([1.0, 1.0, 0.5], 0.125)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"optimizer": replace(JOB.optimizer, args={"lr": 0.5})},
+        {"code": Code("elsewhere")},
+        {"training": replace(JOB.training, clip_grad_norm=0.5)},
+        {"training": replace(JOB.training, precision="bf16")},
+    ],
+)
+def test_kept_costs_of_an_optimizer_are_those_of_that_optimizer(clock, change):
+    control = Control()
+    assert on_processors(control, ["a"], (1.0,), 0.25).update_costs().step.fixed_s == 0.25
+    found = on_processors(control, ["a"], (1.0,), 0.125)
+    assert found.update_costs().step.fixed_s == 0.25
+    found._job = replace(JOB, **change)
+    assert found.update_costs().step.fixed_s == 0.125
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda body: body | {"shares": [1.0], "costs": None},
+        lambda body: body | {"shares": [0.0, 1.0], "costs": {"step": {"fixed_s": -1.0}}},
+        lambda body: body | {"shares": "??", "costs": {"step": {"fixed_s": math.nan}}},
+        lambda body: {"format": 1, "measured_at": 1e9},
+    ],
+)
+def test_kept_shares_and_costs_that_are_of_no_use_are_measured_again(clock, spoil):
+    control = Control()
+    found = on_processors(control, ["aa"], (0.25, 0.25), 0.25)
+    found.workers(), found.update_costs()
+    assert len(control.profiles) == 2
+    control.profiles = {key: spoil(body) for key, body in control.profiles.items()}
+    found = on_processors(control, ["aa"], (0.5, 0.5), 0.125)
+    assert found.workers()[0]["cores"] == 1.0 and found.update_costs().step.fixed_s == 0.125
 
 
 def slots_of_step(seconds, microbatches=4):
