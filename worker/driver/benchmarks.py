@@ -12,17 +12,16 @@ import hashlib
 import itertools
 import logging
 import math
-import statistics
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, astuple, replace
 from typing import Any
 
 from worker.benchmark.links import Probe, ProbeResult, choose_probes, endpoint, network_spec
 from worker.benchmark.plan_request import MeshKind
+from worker.benchmark.slowdowns import MeshPace
 from worker.contract.costs import EngineCosts, UpdateCosts, mean_engine_costs
 from worker.contract.job import Job
 from worker.contract.profile import (
@@ -245,6 +244,21 @@ class GangMeasurements:
             f"attempt measures the links between {_names(nodes_of[source])} and {_names(nodes_of[target])} again",
         )
         threading.Thread(target=self._forget, args=(keys,), name="slotline-links", daemon=True).start()
+
+    def report_pace(self, pace: MeshPace, slow: bool) -> None:
+        """Report that a mesh has become slow, or is as quick as in its first steps again."""
+        times = f"{pace.seconds:.3g} s of compute a step, {pace.first_s:.3g} s in its first steps"
+        nodes = _names(self._nodes_of[pace.mesh])
+        if not slow:
+            self._reporter.event(
+                "mesh_recovered", f"mesh {pace.mesh} on {nodes} is as quick as before: {times}"
+            )
+            return
+        self._reporter.event(
+            "mesh_slow",
+            f"mesh {pace.mesh} on {nodes} computes {pace.factor:.2f} times as long as it did: {times}. Look at what else "
+            "runs there, and at clocks and temperature of its accelerators; `slotline node drain` moves jobs off a node",
+        )
 
     def _forget(self, keys: Sequence[str]) -> None:
         """Let what is cached be too old, in a thread of its own: training goes on while the control plane is away."""
@@ -488,54 +502,6 @@ def links_from_cache(probe: Probe, body: Mapping[str, Any], *, now: float) -> Pr
         )
         return None
     return measured
-
-
-_WATCHED_STEPS, _FEWEST_WATCHED = 9, 5
-_STALE_FACTOR = 2.0  # a card that jobs share by turns gives one of them half
-_NEGLIGIBLE_S = 1e-3  # what the engine and a busy processor add to a transfer
-_SPREADS = 3.0
-
-
-class LinkWatch:
-    """Compares the transfers of profiled steps with the plan; calls `stale` once for each pair of meshes whose transfers
-    take twice as long as planned, or half as long, beyond their spread.
-
-    `planned` are the slots of the plan, JSON. `stale` gets the sending and the receiving mesh, and the mean seconds of a
-    transfer, measured and planned: the median over the last steps.
-    """
-
-    def __init__(self, planned: Iterable[Mapping[str, Any]], stale: Callable[[str, str, float, float], None]):
-        self._planned_s = _mean_transfers_s(planned)
-        self._stale = stale
-        self._measured_s: dict[tuple[str, str], deque[float]] = {
-            link: deque(maxlen=_WATCHED_STEPS) for link in self._planned_s
-        }
-
-    def observe(self, slots: Iterable[Mapping[str, Any]]) -> None:
-        """Take the slots of a measured step, as they are reported."""
-        for link, seconds in _mean_transfers_s(slots).items():
-            if (steps := self._measured_s.get(link)) is None:
-                continue
-            steps.append(seconds)
-            if len(steps) < _FEWEST_WATCHED:
-                continue
-            measured_s, planned_s = statistics.median(steps), self._planned_s[link]
-            spread_s = statistics.median(abs(step_s - measured_s) for step_s in steps)
-            margin_s = _SPREADS * spread_s + _NEGLIGIBLE_S
-            slower = measured_s - margin_s > _STALE_FACTOR * planned_s
-            if slower or planned_s > _STALE_FACTOR * (measured_s + margin_s):
-                del self._measured_s[link]
-                self._stale(*link, measured_s, planned_s)
-
-
-def _mean_transfers_s(slots: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], float]:
-    """The mean seconds of the transfers of each directed pair of meshes, by their receiving ends."""
-    seconds: dict[tuple[str, str], list[float]] = {}
-    for slot in slots:
-        direction, _, peer = slot["lane"].partition(":")
-        if direction == "recv":
-            seconds.setdefault((peer, slot["mesh"]), []).append(slot["end_s"] - slot["start_s"])
-    return {link: statistics.fmean(values) for link, values in seconds.items()}
 
 
 COLLECTIVE_LIMIT_S = 60.0

@@ -20,6 +20,7 @@ import httpx
 
 from worker.actor.step_result import PreparedProgram
 from worker.benchmark.plan_request import plan_request
+from worker.benchmark.slowdowns import LinkWatch, MeshWatch, SlotWatch
 from worker.contract.failures import AttemptFailure, OutOfMemoryFailure
 from worker.contract.job import Job, microbatch_counts
 from worker.contract.planned import (
@@ -31,7 +32,7 @@ from worker.contract.planned import (
 )
 from worker.contract.profile import LayerProfile
 from worker.contract.reasons import Reason
-from worker.driver.benchmarks import GangMeasurements, LinkWatch
+from worker.driver.benchmarks import GangMeasurements
 from worker.driver.control_plane_client import ControlPlaneClient, Refused
 from worker.driver.gang import Gang, PerWorker, Phase
 from worker.driver.metrics import DriverMetrics
@@ -89,11 +90,13 @@ class Planner:
         )
         return planned
 
-    def link_watch(self, planned: PlannedJob) -> LinkWatch | None:
-        """The watch over the links that were planned with; None for a saved plan, whose links may be another cluster's."""
+    def watches(self, planned: PlannedJob) -> list[SlotWatch]:
+        """The watches over meshes, and over the links that were planned with; those of a saved plan may be another
+        cluster's."""
+        meshes = MeshWatch(self._measurements.report_pace)
         if planned.saved_plan is not None:
-            return None
-        return LinkWatch(planned.plan["slots"], self._measurements.link_is_stale)
+            return [meshes]
+        return [meshes, LinkWatch(planned.plan["slots"], self._measurements.link_is_stale)]
 
     def _check_model_signature(self, planned: PlannedJob) -> None:
         """Refuse a saved plan that was made for another model than was traced here: its measurements may be older than the

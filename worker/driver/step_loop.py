@@ -18,13 +18,13 @@ from datetime import timedelta
 import ray
 
 from worker.actor.step_result import WorkerStep
+from worker.benchmark.slowdowns import SlotWatch
 from worker.contract.failures import AttemptFailure
 from worker.contract.job import SKIP_LIMIT_S, Job
 from worker.contract.logs import bind_process_fields
 from worker.contract.planned import PlannedJob
 from worker.contract.reasons import Reason
 from worker.contract.timeline import FIRST_PROFILED_STEPS
-from worker.driver.benchmarks import LinkWatch
 from worker.driver.checkpoints import Checkpoints
 from worker.driver.evaluation import Evaluations
 from worker.driver.gang import Gang, Phase
@@ -258,10 +258,10 @@ class StepPublisher:
         spans: Spans | None = None,
         step_log: StepLog,
         tracking: RunTracking | None = None,
-        link_watch: LinkWatch | None = None,
+        watches: Sequence[SlotWatch] = (),
         launch: LaunchPhases | None = None,
     ):
-        self._link_watch, self._launch = link_watch, launch
+        self._watches, self._launch = watches, launch
         self._reporter, self._metrics, self._spans = reporter, metrics, spans or Spans(None)
         self._step_log, self._tracking = step_log, tracking or RunTracking()
         self._profiled_steps = ProfiledSteps(profile_every_s)
@@ -285,8 +285,8 @@ class StepPublisher:
         if profiled:
             reporter.timeline(record.timeline)
             metrics.set_timeline(record.timeline)
-            if self._link_watch is not None:
-                self._link_watch.observe(record.timeline["slots"])
+            for watch in self._watches:
+                watch.observe(record.timeline["slots"])
         self._report_skipped_update(record)
         self._report_missing_targets(record)
         self._report_unequal_targets(record)

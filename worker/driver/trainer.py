@@ -302,7 +302,7 @@ class Trainer:
             spans=self._spans,
             step_log=StepLog(self._job.training.steps, flops),
             tracking=self._tracking,
-            link_watch=self._planner.link_watch(planned),
+            watches=self._planner.watches(planned),
             launch=self._launch,
         )
         loop = StepLoop(

@@ -12,10 +12,11 @@ import pytest
 from tests.worker.driver.fake_gang import FakeActor, FakeGang
 from tests.worker.driver.test_planning import JOB
 from worker.benchmark.links import ConcurrentTransfers, Link, ProbeResult
+from worker.benchmark.slowdowns import MeshPace
 from worker.contract.costs import EngineCosts, LinearCost, UpdateCosts
 from worker.contract.job import Code
 from worker.driver import benchmarks
-from worker.driver.benchmarks import LINK_CACHE_S, PROCESSOR_CACHE_S, GangMeasurements, LinkWatch
+from worker.driver.benchmarks import LINK_CACHE_S, PROCESSOR_CACHE_S, GangMeasurements
 from worker.driver.limits import Limits
 from worker.machine.node import WorkerAddress
 
@@ -313,49 +314,6 @@ def test_kept_shares_and_costs_that_are_of_no_use_are_measured_again(clock, spoi
     assert found.workers()[0]["cores"] == 1.0 and found.update_costs().step.fixed_s == 0.125
 
 
-def slots_of_step(seconds, microbatches=4):
-    """The slots of a step in which transfers from m0 to m1 take `seconds`, those back 10 ms, at most a little apart."""
-    return [
-        {
-            "mesh": mesh,
-            "lane": lane,
-            "start_s": 1.0 * number,
-            "end_s": 1.0 * number + lasts * (1 + 0.01 * number),
-        }
-        for number in range(microbatches)
-        for mesh, lane, lasts in (
-            ("m1", "recv:m0", seconds),
-            ("m0", "send:m1", seconds),
-            ("m0", "recv:m1", 0.010),
-            ("m0", "compute", 9.0),
-        )
-    ]
-
-
-def watched(*steps, planned=0.020):
-    """(source, target) of what a watch calls stale, after steps whose transfers from m0 to m1 took these seconds."""
-    stale = []
-    watch = LinkWatch(slots_of_step(planned), lambda source, target, *seconds: stale.append((source, target)))
-    for seconds in steps:
-        watch.observe(slots_of_step(seconds))
-    return stale
-
-
-def test_a_transfer_that_takes_twice_as_long_as_planned_or_half_as_long_makes_its_link_stale_once():
-    assert watched(*[0.047] * 12) == [("m0", "m1")]
-    assert watched(*[0.007] * 12) == [("m0", "m1")]
-    assert watched(*[0.030] * 12) == watched(*[0.015] * 12) == []
-
-
-def test_a_few_disturbed_steps_a_wide_spread_and_the_engines_own_time_make_no_link_stale():
-    assert watched(0.5, 0.5, 0.5, 0.5) == [], "too few steps"
-    assert watched(0.5, 0.02, 0.5, 0.02, 0.02, 0.5, 0.02, 0.02, 0.02) == [], "the median is as planned"
-    assert watched(0.02, 0.08, 0.05, 0.03, 0.07, 0.05, 0.02) == [], (
-        "steps differ by more than the link seems to have"
-    )
-    assert watched(*[0.0009] * 12, planned=0.0001) == []
-
-
 def test_a_stale_link_is_measured_again_by_the_next_attempt_and_others_are_not(clock):
     control = Control()
     found, events = costs(Gang(["a", "b", "c"]), control)
@@ -375,6 +333,20 @@ def test_a_stale_link_is_measured_again_by_the_next_attempt_and_others_are_not(c
         ("m0/0", ("m1/0",)),
         ("m1/0", ("m0/0", "m2/0")),
     ]
+
+
+def test_a_mesh_that_becomes_slow_is_an_event_with_its_nodes():
+    found, events = costs(Gang(["ab", "c"]), Control())
+    found.report_pace(MeshPace("m0", 2.0, 1.25, 0.625), True)
+    found.report_pace(MeshPace("m0", 1.0, 0.625, 0.625), False)
+    (slow, said), (back, then) = events
+    assert (slow, back) == ("mesh_slow", "mesh_recovered")
+    assert said.startswith(
+        "mesh m0 on a, b computes 2.00 times as long as it did: 1.25 s of compute a step, 0.625 s in its first steps. "
+    )
+    assert (
+        then == "mesh m0 on a, b is as quick as before: 0.625 s of compute a step, 0.625 s in its first steps"
+    )
 
 
 def test_transfers_inside_one_node_make_no_link_stale():
