@@ -70,7 +70,8 @@ class SlotWatch(Protocol):
 
 @dataclass(frozen=True)
 class MeshPace:
-    """The compute of a mesh in a step, `factor` times that of its first steps: now `seconds`, then `first_s`."""
+    """The compute actions of a mesh that its first steps had too: `seconds` of a step now, `first_s` then, the `factor`
+    between them."""
 
     mesh: str
     factor: float

@@ -247,7 +247,7 @@ class GangMeasurements:
 
     def report_pace(self, pace: MeshPace, slow: bool) -> None:
         """Report that a mesh has become slow, or is as quick as in its first steps again."""
-        times = f"{pace.seconds:.3g} s of compute a step, {pace.first_s:.3g} s in its first steps"
+        times = f"{pace.seconds:.3g} s a step for actions that took {pace.first_s:.3g} s in its first steps"
         nodes = _names(self._nodes_of[pace.mesh])
         if not slow:
             self._reporter.event(

@@ -342,10 +342,12 @@ def test_a_mesh_that_becomes_slow_is_an_event_with_its_nodes():
     (slow, said), (back, then) = events
     assert (slow, back) == ("mesh_slow", "mesh_recovered")
     assert said.startswith(
-        "mesh m0 on a, b computes 2.00 times as long as it did: 1.25 s of compute a step, 0.625 s in its first steps. "
+        "mesh m0 on a, b computes 2.00 times as long as it did: 1.25 s a step for actions that took 0.625 s in its "
+        "first steps. "
     )
     assert (
-        then == "mesh m0 on a, b is as quick as before: 0.625 s of compute a step, 0.625 s in its first steps"
+        then
+        == "mesh m0 on a, b is as quick as before: 0.625 s a step for actions that took 0.625 s in its first steps"
     )
 
 
