@@ -348,14 +348,23 @@ class WaitingRow(NamedTuple):
         return cluster_of_attempts(self.cluster, self.attempts_made)
 
 
+_ROWS_AT_ONCE = 250
+
+
 async def waiting_jobs(session: AsyncSession) -> list[WaitingRow]:
-    """Jobs that wait for accelerators, oldest first."""
+    """Jobs that wait for accelerators, oldest first. Thousands of rows are made a few at a time: others have their turn
+    between them."""
     query = (
         select(*(getattr(JobRow, name) for name in WaitingRow._fields))
         .where(JobRow.state.in_(WAITING_STATES))
         .order_by(JobRow.queued_at, JobRow.id)
+        .execution_options(yield_per=_ROWS_AT_ONCE)
     )
-    return [WaitingRow._make(row) for row in (await session.execute(query)).all()]
+    jobs: list[WaitingRow] = []
+    async for rows in (await session.stream(query)).partitions():
+        jobs += map(WaitingRow._make, rows)
+        await asyncio.sleep(0)
+    return jobs
 
 
 @dataclass(frozen=True)

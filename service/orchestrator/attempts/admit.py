@@ -106,7 +106,6 @@ class Admission:
         async with self._database.read() as session:
             quotas = await effective_quotas(session, self._settings.quotas)
             on_left_out = await _workers_left_out(session, active, left_out)
-        jobs = {job.id: to_waiting_job(job, self._settings, now=now) for job in waiting}
         holders = [
             replace(
                 to_holder(attempt, job, self._settings, now=now, left_out=on_left_out.get(attempt.id, 0)),
@@ -114,15 +113,15 @@ class Admission:
             )
             for attempt, job in active
         ]
-        answers = await asyncio.to_thread(  # thousands of jobs take their time
-            admit_all_clusters,
-            list(jobs.values()),
-            holders,
-            capacities=capacities,
-            quotas=quotas,
-            now=now,
-            rules=queue_rules(self._settings),
-        )
+
+        def decide() -> tuple[dict[str, WaitingJob], list[Start | Wait | Preempt]]:
+            jobs = {job.id: to_waiting_job(job, self._settings, now=now) for job in waiting}
+            rules = queue_rules(self._settings)
+            return jobs, admit_all_clusters(
+                list(jobs.values()), holders, capacities=capacities, quotas=quotas, now=now, rules=rules
+            )
+
+        jobs, answers = await asyncio.to_thread(decide)  # thousands of jobs take their time
         self._autoscaling.update(
             [jobs[answer.job_id] for answer in answers if not isinstance(answer, Preempt)],
             holders,

@@ -337,6 +337,28 @@ async def test_counts_name_every_state_and_cause(database: Database):
     }
 
 
+async def test_others_have_their_turn_while_many_waiting_jobs_are_read(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(store, "_ROWS_AT_ONCE", 7)
+    ids = [(await submit(database, AT + timedelta(seconds=k))).id for k in range(50)]
+    turns, rows = [], []
+
+    async def other() -> None:
+        while True:
+            turns.append(len(rows))
+            await asyncio.sleep(0)
+
+    make = store.WaitingRow._make
+    monkeypatch.setattr(store.WaitingRow, "_make", lambda row: rows.append(row) or make(row))
+    task = asyncio.create_task(other())
+    async with database.read() as session:
+        waiting = await store.waiting_jobs(session)
+    task.cancel()
+    assert [job.id for job in waiting] == ids
+    assert {7, 14, 21, 28, 35, 42, 49} <= {*turns}, "one turn at least behind every few rows"
+
+
 @pytest.mark.parametrize("seed", range(3))
 async def test_the_front_of_the_queues_has_the_first_turns_of_all(database: Database, seed: int):
     """Of many jobs of few owners and priorities a few are read, and their order is that of all."""
