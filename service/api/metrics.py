@@ -31,8 +31,13 @@ from service.store.queues import ControlPlaneCounts, count_jobs_and_attempts
 
 
 async def scrape(service: Service) -> bytes:
-    """The text of one scrape, read from the database now; made once for all who scrape at the same time."""
-    return await service.shared_reads.read("metrics", functools.partial(_scrape, service))
+    """The text of one scrape, made once for all who scrape within _KEPT_S, unless this process commits something."""
+    make = functools.partial(_scrape, service)
+    return await service.shared_reads.read("metrics", make, keep_s=_KEPT_S)
+
+
+_KEPT_S = 0.5
+"""Several Prometheus scrape at one moment; none more often than once in a second."""
 
 
 async def _scrape(service: Service) -> bytes:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from service.api import metrics
 from service.api.metrics import exposition
+from service.jobs.service import SharedReads
 from service.settings.settings import Settings
 from service.spec.states import JobState
 from service.store.queues import ControlPlaneCounts
@@ -109,3 +112,19 @@ def answered(url: str) -> dict[tuple[str, str, str], float]:
         for s in family.samples
         if s.name == "slotline_http_request_seconds_count"
     }
+
+
+async def test_scrapes_of_one_moment_share_their_text_until_something_is_committed(monkeypatch):
+    now, commits, made = [0.0], [0], []
+
+    async def make(service):
+        made.append(now[0])
+        return b"text %d" % len(made)
+
+    monkeypatch.setattr(metrics, "_scrape", make)
+    service = SimpleNamespace(shared_reads=SharedReads(commits=lambda: commits[0], clock=lambda: now[0]))
+    assert [await metrics.scrape(service) for _ in range(3)] == [b"text 1"] * 3
+    commits[0] += 1
+    assert await metrics.scrape(service) == b"text 2"
+    now[0] += 1.0
+    assert await metrics.scrape(service) == b"text 3"
