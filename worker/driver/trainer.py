@@ -328,12 +328,14 @@ class Trainer:
         return snapshot_shortfall(found, self._snapshot_rooms, gang=self._gang, device=self._attempt.device)
 
     def _replanner(self, planned: PlannedJob) -> Replanner | None:
-        """None for a job that keeps its plan: it says so, its plan was saved, it has one mesh, or it runs on CUDA, where
-        another program would load kernels within a step."""
+        """None for a job that keeps its plan: it says so, its plan was saved, it has one mesh, its microbatches have unequal
+        lengths, of which plans know the longest, or it runs on CUDA, where another program would load kernels within a step.
+        """
         if (
             self._job.pipeline.replan == "off"
             or planned.saved_plan is not None
             or self._job.meshes == 1
+            or self._job.data.lengths is not None
             or self._attempt.device == "cuda"
         ):
             return None

@@ -18,7 +18,14 @@ from torch import Tensor, nn
 
 from worker.actor.loss import takes_inputs
 from worker.actor.model_host import build_job_model
-from worker.actor.optimizer import make_loss, make_optimizer, make_schedule, target_counter
+from worker.actor.optimizer import (
+    IGNORED_TARGET,
+    ignored_target,
+    make_loss,
+    make_optimizer,
+    make_schedule,
+    target_counter,
+)
 from worker.checkpoint.format import load_checkpoint
 from worker.checkpoint.sources import fill_model
 from worker.checks.loss_reduction import (
@@ -118,7 +125,10 @@ class PlainModel:
         self._of_meshes = of_meshes
         self._microbatches, self._workers = microbatches, workers or job.max_dp_size
         own_loss = job.loss is None
-        order = SampleOrder(job.data, training.seed, training.global_batch, microbatches)
+        ignored = IGNORED_TARGET if own_loss else ignored_target(job.loss)
+        order = SampleOrder(
+            job.data, training.seed, training.global_batch, microbatches, ignored_target=ignored
+        )
         self._data = Microbatches(order, own_loss=own_loss, with_inputs=takes_inputs(job.loss))
         built = build_job_model(job)
         self.model = built.model
