@@ -593,20 +593,6 @@ class JobSpec(SpecPart):
         return self
 
     @model_validator(mode="after")
-    def _tokens_can_be_counted(self) -> Self:
-        if self.training.loss_reduction == "tokens":
-            if self.loss is None:
-                raise ValueError(
-                    "training.loss_reduction is tokens, and the model's own loss tells no targets to count: give `loss`"
-                )
-            if self.loss.args.get("reduction", "mean") != "mean":
-                raise ValueError(
-                    f"training.loss_reduction is tokens, which weighs means of microbatches, and loss.args.reduction is "
-                    f"{self.loss.args['reduction']!r}: leave it out"
-                )
-        return self
-
-    @model_validator(mode="after")
     def _unequal_lengths_fit(self) -> Self:
         lengths, evaluation = self.data.lengths, self.evaluation
         if evaluation is not None and evaluation.data.lengths is not None:
@@ -621,6 +607,20 @@ class JobSpec(SpecPart):
                 device=resources.device,
                 options={"compile": training.compile, "sync_batch_norm": training.sync_batch_norm},
             )
+        return self
+
+    @model_validator(mode="after")
+    def _tokens_can_be_counted(self) -> Self:
+        if self.training.loss_reduction == "tokens":
+            if self.loss is None:
+                raise ValueError(
+                    "training.loss_reduction is tokens, and the model's own loss tells no targets to count: give `loss`"
+                )
+            if self.loss.args.get("reduction", "mean") != "mean":
+                raise ValueError(
+                    f"training.loss_reduction is tokens, which weighs means of microbatches, and loss.args.reduction is "
+                    f"{self.loss.args['reduction']!r}: leave it out"
+                )
         return self
 
     @model_validator(mode="after")

@@ -1,6 +1,6 @@
 """LengthsSection: `data.lengths` of a job whose samples have unequal lengths, and checks of what else the job may have then.
 
-Values only. How samples are grouped and padded is in worker/data/lengths.py.
+Values only. How samples are grouped and padded is in worker/data/padding.py.
 """
 
 from __future__ import annotations

@@ -39,7 +39,9 @@ class TextsWithLengths(Texts):
         self.lengths = [text_length(index, self._longest) + (index == wrong) for index in range(len(self))]
 
 
-def unequal_job(*, stages: int = 2, workers: int = 1, buckets: Any = (7, 11, 19, LONGEST), **changes: Any) -> Any:
+def unequal_job(
+    *, stages: int = 2, workers: int = 1, buckets: Any = (7, 11, 19, LONGEST), **changes: Any
+) -> Any:
     """A job of a small GPT whose samples are texts."""
     return {
         "model": {

@@ -235,9 +235,10 @@ class JobModel:
         examples: LengthExamples = MappingProxyType({}),
         free_bytes: Callable[[], int | None],
     ) -> list[str]:
-        """Notes on the traced model, and on those of other lengths, which `examples` has. Refuses a tensor plan that does not fit it, and with training.check_trace a graph that
-        computes something else than the model, or that nobody can compare and whose forward moves tensors which are no
-        buffers; `further` are other microbatches of these shapes, `free_bytes` those of the device."""
+        """Notes on the traced model, and on those of other lengths, which `examples` has. Refuses a tensor plan that does
+        not fit it, and with training.check_trace a graph that computes something else than the model, or that nobody can
+        compare and whose forward moves tensors which are no buffers; `further` are other microbatches of these shapes,
+        `free_bytes` those of the device."""
         traced, job = self.traced(sample), self._job
         self._check_layout(traced)
         for tensor in sorted({*job.tensors} - {1}):

@@ -14,7 +14,7 @@ import torch
 
 from worker.contract.profile import FactoryError
 from worker.data.dataset import SampleOrder, Source, is_stream, make_collator, make_dataset, make_source
-from worker.data.lengths import LengthSource
+from worker.data.padding import LengthSource
 from worker.data.sampler import collate, input_names, sample_row
 from worker.model.pytree import Target, Targets, named_leaves, target_tensors
 from worker.model.rng import derive_seed, seeded
@@ -148,5 +148,7 @@ def _length_source(order: SampleOrder, dataset: Any) -> LengthSource:
             "index: return a map-style data set, or pad all samples to one length and leave data.lengths out"
         )
     if order.data.collate is not None:
-        raise ValueError("data has lengths and collate, which both make microbatches of samples: leave out one of them")
+        raise ValueError(
+            "data has lengths and collate, which both make microbatches of samples: leave out one of them"
+        )
     return LengthSource(order, dataset)

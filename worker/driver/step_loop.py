@@ -331,8 +331,8 @@ class StepPublisher:
         to_longest = lengths.padded_tokens / sum(lengths.buckets) * longest * len(lengths.buckets)
         self._reporter.event(
             "padding",
-            f"step {record.report['step']}: {1 - lengths.tokens / lengths.padded_tokens:.1%} of its tokens are padding, with "
-            f"microbatches of {', '.join(map(str, lengths.buckets))}; all of {longest} long, "
+            f"step {record.report['step']}: {1 - lengths.tokens / lengths.padded_tokens:.1%} of its tokens are padding, "
+            f"with microbatches of {', '.join(map(str, lengths.buckets))}; all of {longest} long, "
             f"{1 - lengths.tokens / to_longest:.1%} would be. Tokens per second are those of samples; said once",
         )
 

@@ -298,9 +298,7 @@ def _step_lengths(of_meshes: Sequence[Sequence[StepLengths | None]]) -> StepLeng
     known = [[lengths for lengths in of_mesh if lengths is not None] for of_mesh in of_meshes]
     if not known[0]:
         return None
-    sums = {
-        (sum(one.tokens for one in of_mesh), *(one.buckets for one in of_mesh)) for of_mesh in known
-    }
+    sums = {(sum(one.tokens for one in of_mesh), *(one.buckets for one in of_mesh)) for of_mesh in known}
     buckets = known[0][0].buckets
     if len(sums) > 1 or any(one.buckets != buckets for of_mesh in known for one in of_mesh):
         raise AttemptFailure(

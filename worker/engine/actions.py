@@ -53,9 +53,7 @@ class ReceiveBuffers:
         """The buffer of an instruction, its begin as a tensor of each of `shapes`, none of which is larger."""
         buffer = self.tensors[self.buffer_of[instruction]]
         flat = buffer.view(-1)
-        return [
-            buffer if shape == buffer.shape else flat[: math.prod(shape)].view(shape) for shape in shapes
-        ]
+        return [buffer if shape == buffer.shape else flat[: math.prod(shape)].view(shape) for shape in shapes]
 
     def contains(self, tensor: torch.Tensor) -> bool:
         """True where the memory of `tensor` is a receive buffer."""

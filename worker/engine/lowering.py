@@ -49,8 +49,8 @@ def check_shorter_stages(mesh: str, stages: LocalStages, program: MeshProgram, o
         return
     if options.device != "cpu":
         raise ValueError(
-            f"mesh {mesh} has stages of several lengths (data.lengths) and runs on {options.device}, where kernels are loaded "
-            "for one length only: train on cpu, or pad every sample to one length"
+            f"mesh {mesh} has stages of several lengths (data.lengths) and runs on {options.device}, where kernels are "
+            "loaded for one length only: train on cpu, or pad every sample to one length"
         )
     if program.reshardings or options.tensor > 1 or options.sync_batch_norm:
         raise ValueError(

@@ -184,7 +184,9 @@ def share_stages(
     of = f"for microbatches of length {length} (data.lengths)"
     _check_edges(graph.edges, trained.edges, of)
     if graph.tied != trained.tied:
-        raise CutError(f"{of} stages share other parameters: {graph.tied}, and {trained.tied} in the longest ones")
+        raise CutError(
+            f"{of} stages share other parameters: {graph.tied}, and {trained.tied} in the longest ones"
+        )
     held, modules = trained_tensors(own.values()), {}
     for index, stage in own.items():
         modules[index] = graph.stages[index]
@@ -208,8 +210,8 @@ def _check_edges(edges: Sequence[StageEdge], trained: Sequence[StageEdge], of: s
         same = same and names.setdefault((like.source, like.tensor), edge.tensor) == edge.tensor
         if not same or others.setdefault((edge.source, edge.tensor), like.tensor) != like.tensor:
             raise CutError(
-                f"{of} stage {edge.source} hands {edge.tensor!r} {list(edge.shape)} to stage {edge.target}, where the longest "
-                f"ones hand {like.tensor!r} {list(like.shape)} from {like.source} to {like.target}: does the model ask how "
+                f"{of} stage {edge.source} hands {edge.tensor!r} {list(edge.shape)} to stage {edge.target}, where the "
+                f"longest ones hand {like.tensor!r} {list(like.shape)} from {like.source} to {like.target}: does the model ask how "
                 "long its input is? Have it pass on the same tensors for every length"
             )
     if len(edges) != len(trained):
@@ -219,9 +221,7 @@ def _check_edges(edges: Sequence[StageEdge], trained: Sequence[StageEdge], of: s
         )
 
 
-def _share_tensors(
-    stage: StageModule, known: Collection[str], held: Mapping[str, Tensor], of: str
-) -> None:
+def _share_tensors(stage: StageModule, known: Collection[str], held: Mapping[str, Tensor], of: str) -> None:
     """Put the trained tensors into `stage`; constants stay its own."""
     for local, name in stage.tensor_names.items():
         owner, _, attribute = local.rpartition(".")

@@ -200,7 +200,9 @@ def test_an_evaluation_pads_to_the_longest_and_is_the_mean_over_its_tokens(worke
     plain = PlainLoop(spec).train(STEPS)
     with torch.no_grad():
         parts = [(tokens[None], target[None]) for tokens, target in map(Texts().__getitem__, range(12))]
-        expected = sum(plain._loss(part).item() for part in parts) / sum(target.numel() for _, target in parts)
+        expected = sum(plain._loss(part).item() for part in parts) / sum(
+            target.numel() for _, target in parts
+        )
     with Workers(spec) as run:
         losses = run.losses(STEPS)
         assert run.evaluate().loss == pytest.approx(expected, rel=1e-5)
@@ -258,7 +260,11 @@ class WrongWhenShort(torch.nn.Module):
 @pytest.mark.parametrize(
     ("model", "reason", "says"),
     [
-        ("BranchesOnLength", Reason.CUT_IMPOSSIBLE, r"for microbatches of length 7 \(data.lengths\) .* tensors? "),
+        (
+            "BranchesOnLength",
+            Reason.CUT_IMPOSSIBLE,
+            r"for microbatches of length 7 \(data.lengths\) .* tensors? ",
+        ),
         ("with_state", Reason.MODEL_BUILD_FAILED, "data.lengths has 4 buckets, and the model has module '1'"),
         ("WrongWhenShort", Reason.MODEL_BUILD_FAILED, r"for microbatches of length 7 \(data.lengths\): "),
     ],

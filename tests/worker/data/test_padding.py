@@ -17,8 +17,8 @@ from worker.contract.failures import AttemptFailure
 from worker.contract.job import Data, Job, Lengths
 from worker.contract.reasons import Reason
 from worker.data.dataset import SampleOrder
-from worker.data.lengths import MAX_AUTO_BUCKETS, choose_buckets
 from worker.data.microbatches import BatchSlice, Microbatches
+from worker.data.padding import MAX_AUTO_BUCKETS, choose_buckets
 from worker.data.sampler import BatchSampler
 
 
@@ -87,7 +87,13 @@ LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 
 
 @settings(deadline=None, max_examples=60)
-@given(lengths=LENGTHS, count=st.integers(1, 5), rows=st.integers(1, 3), workers=st.integers(1, 3), data=st.data())
+@given(
+    lengths=LENGTHS,
+    count=st.integers(1, 5),
+    rows=st.integers(1, 3),
+    workers=st.integers(1, 3),
+    data=st.data(),
+)
 def test_a_step_has_its_samples_each_once_in_equal_rows_of_like_length(lengths, count, rows, workers, data):
     batch = count * rows * workers
     made = microbatches(OfLengths(lengths), batch=batch, count=count)
@@ -214,11 +220,27 @@ def test_both_readings_of_the_first_samples_are_of_the_data_set():
 @pytest.mark.parametrize(
     ("factory", "lengths", "says"),
     [
-        ("unequal_texts:Texts", {"buckets": [7, 11]}, r"sample \d+ of data .* length \d+, and the largest .* is 11: add"),
-        ("unequal_texts:Texts", {"field": "ids"}, "data.lengths.field is 'ids', and samples .* by position: leave it out"),
+        (
+            "unequal_texts:Texts",
+            {"buckets": [7, 11]},
+            r"sample \d+ of data .* length \d+, and the largest .* is 11: add",
+        ),
+        (
+            "unequal_texts:Texts",
+            {"field": "ids"},
+            "data.lengths.field is 'ids', and samples .* by position: leave it out",
+        ),
         (f"{__name__}:Stream", {}, "is a stream, and data.lengths sorts the samples of a step"),
-        (f"{__name__}:Parts", {"field": "ids"}, "field is 'ids', and a sample .* has the inputs attention_mask, input_ids"),
-        (f"{__name__}:Parts", {"field": "attention_mask"}, r"input attention_mask .* is \[\d\] of torch.bool: return integers"),
+        (
+            f"{__name__}:Parts",
+            {"field": "ids"},
+            "field is 'ids', and a sample .* has the inputs attention_mask, input_ids",
+        ),
+        (
+            f"{__name__}:Parts",
+            {"field": "attention_mask"},
+            r"input attention_mask .* is \[\d\] of torch.bool: return integers",
+        ),
     ],
 )
 def test_lengths_that_do_not_fit_the_data_are_refused(factory, lengths, says):
@@ -246,7 +268,11 @@ def test_a_part_that_is_shorter_than_its_sample_is_refused(what, shown):
     spec["training"]["global_batch"] = 10
     later = [index for index in BatchSampler(24, 10, 1, seed=5).indices(2, 0)]
     assert later[0] in first
-    spec["data"] = {"factory": f"{__name__}:Parts", "args": {"odd": later[0], "what": what}, "lengths": {"buckets": [9]}}
+    spec["data"] = {
+        "factory": f"{__name__}:Parts",
+        "args": {"odd": later[0], "what": what},
+        "lengths": {"buckets": [9]},
+    }
     batches = batches_of(Job.from_json(spec))
     batches.microbatch(1, 0)
     with pytest.raises(AttemptFailure, match=f"the {shown} of a sample .* its length is"):
@@ -256,15 +282,17 @@ def test_a_part_that_is_shorter_than_its_sample_is_refused(what, shown):
 
 def test_a_table_that_lies_is_refused():
     made = job_of("unequal_texts:TextsWithLengths", {"buckets": [64]}, args={"wrong": 4})
-    with pytest.raises(AttemptFailure, match="sample 4 of data .* has length .* and its `lengths` say"):
+    with pytest.raises(AttemptFailure, match=r"sample 4 of data .* has length .* and its `lengths` say"):
         batches = batches_of(made)
         for step, microbatch in ((s, m) for s in (1, 2) for m in range(5)):
             batches.microbatch(step, microbatch)
 
 
 def test_a_large_data_set_without_lengths_is_not_read_for_its_buckets(monkeypatch):
-    monkeypatch.setattr("worker.data.lengths.MAX_READ_SAMPLES", 44)
-    with pytest.raises(AttemptFailure, match="45: write buckets, or give the data set an attribute `lengths`"):
+    monkeypatch.setattr("worker.data.padding.MAX_READ_SAMPLES", 44)
+    with pytest.raises(
+        AttemptFailure, match="45: write buckets, or give the data set an attribute `lengths`"
+    ):
         batches_of(job_of())
     assert batches_of(job_of("unequal_texts:TextsWithLengths")).buckets[-1] <= LONGEST
 
@@ -272,7 +300,9 @@ def test_a_large_data_set_without_lengths_is_not_read_for_its_buckets(monkeypatc
 def test_a_loss_that_cannot_weigh_unequal_microbatches_is_refused_by_the_worker():
     job = job_of()
     job = replace(job, training=replace(job.training, loss_reduction="mean"))
-    with pytest.raises(AttemptFailure, match="wants a `loss` and training.loss_reduction tokens, which is mean"):
+    with pytest.raises(
+        AttemptFailure, match=r"wants a `loss` and training.loss_reduction tokens, which is mean"
+    ):
         batches_of(job)
 
 

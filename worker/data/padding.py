@@ -49,7 +49,10 @@ def choose_buckets(lengths: Sequence[int], most: int = MAX_AUTO_BUCKETS) -> tupl
         padded = [
             min(
                 padded[k],
-                *((padded[j][0] + (counts[k + 1] - counts[j + 1]) * end, (*padded[j][1], end)) for j in range(k)),
+                *(
+                    (padded[j][0] + (counts[k + 1] - counts[j + 1]) * end, (*padded[j][1], end))
+                    for j in range(k)
+                ),
             )
             if k
             else padded[k]
@@ -81,7 +84,9 @@ class Padding:
         for inputs, _ in rows:
             _check_field(inputs[field], names, field, data)
         sizes = [len(inputs[field]) for inputs, _ in rows]
-        along_inputs = [_lies_along(column, sizes) for column in zip(*(inputs for inputs, _ in rows), strict=True)]
+        along_inputs = [
+            _lies_along(column, sizes) for column in zip(*(inputs for inputs, _ in rows), strict=True)
+        ]
         targets = [_leaves(target)[0] for _, target in rows]
         if len({len(leaves) for leaves in targets}) > 1:
             raise ValueError(
@@ -97,7 +102,9 @@ class Padding:
         return cls(
             names,
             field,
-            tuple((lengths.pad if k == field else 0) if along else None for k, along in enumerate(along_inputs)),
+            tuple(
+                (lengths.pad if k == field else 0) if along else None for k, along in enumerate(along_inputs)
+            ),
             tuple(ignored if along else None for along in along_target),
             data,
         )
@@ -118,7 +125,10 @@ class Padding:
         parts = [
             self._fitted(what, value, pad, size, length)
             for what, value, pad in zip(
-                [*shown, *["target"] * len(leaves)], [*inputs, *leaves], (*self.inputs, *self.target), strict=True
+                [*shown, *["target"] * len(leaves)],
+                [*inputs, *leaves],
+                (*self.inputs, *self.target),
+                strict=True,
             )
         ]
         inputs, leaves = parts[: len(inputs)], parts[len(inputs) :]
@@ -143,7 +153,7 @@ class Padding:
 
 @dataclass(frozen=True)
 class _GroupedStep:
-    """The samples of a step by position (None: not read), the positions of each microbatch, and the length of each sample."""
+    """The samples of a step by position (None: not read), the positions of each microbatch, and each sample's length."""
 
     step: int
     samples: Sequence[Any] | None
@@ -224,7 +234,7 @@ class LengthSource(IndexedSource):
             if length > self.buckets[-1]:
                 raise ValueError(
                     f"sample {index} of data {self.order.data.factory!r} has length {length:,}, and the largest of "
-                    f"data.lengths.buckets is {self.buckets[-1]:,}: add a bucket for it, or have the data set cut its samples"
+                    f"data.lengths.buckets is {self.buckets[-1]:,}: add a bucket for it, or have the data set cut samples"
                 )
         size = self.order.size
         places = range(len(indices))
@@ -243,8 +253,8 @@ class LengthSource(IndexedSource):
         if self.samples > MAX_READ_SAMPLES:
             raise ValueError(
                 f"data.lengths.buckets is auto, which looks at all samples, and data {self._order.data.factory!r} has "
-                f"{self.samples:,}: write buckets, or give the data set an attribute `lengths` with one of each sample (more "
-                f"than {MAX_READ_SAMPLES:,} are not read for it)"
+                f"{self.samples:,}: write buckets, or give the data set an attribute `lengths` with one of each sample "
+                f"(more than {MAX_READ_SAMPLES:,} are not read for it)"
             )
         return [self.padding.length(self.example(0, index)) for index in range(self.samples)]
 
@@ -276,14 +286,19 @@ def _check_names(names: tuple[str, ...], wanted: tuple[str, ...], data: str) -> 
 
 
 def _check_field(value: Any, names: Sequence[str], field: int, data: str) -> None:
-    if isinstance(value, Tensor) and value.ndim == 1 and not value.is_floating_point() and value.dtype != torch.bool:
+    if (
+        isinstance(value, Tensor)
+        and value.ndim == 1
+        and not value.is_floating_point()
+        and value.dtype != torch.bool
+    ):
         return
     shown = (
         f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     )
     raise ValueError(
-        f"input {names[field] if names else field} of data {data!r}, by which data.lengths goes, is {shown}: return integers "
-        "of shape (length,), or name another in data.lengths.field"
+        f"input {names[field] if names else field} of data {data!r}, by which data.lengths goes, is {shown}: return "
+        "integers of shape (length,), or name another in data.lengths.field"
     )
 
 
@@ -305,7 +320,7 @@ def _is_numbers(value: Any) -> bool:
 
 def _as_tensor(value: Any) -> Any:
     """Lists and arrays of numbers as tensors; anything else as it is."""
-    if isinstance(value, Tensor) or isinstance(value, int | float | str | bytes) or value is None:
+    if value is None or isinstance(value, Tensor | int | float | str | bytes):
         return value
     if isinstance(value, list | tuple) and not _is_numbers(value):
         return value
