@@ -259,6 +259,11 @@ class JobModel:
         """The models that this worker traced for workers of meshes of other sizes, in their order."""
         return list(self._traces_by_workers.values())
 
+    @property
+    def traced_for_other_lengths(self) -> list[TracedModel]:
+        """The models that were traced for shorter microbatches, ascending."""
+        return list(self._shorter.values())
+
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """The trained parameters of the model itself by name, on the worker that built it until it is cut; else none."""
         if self._built is None:

@@ -211,8 +211,8 @@ def _check_edges(edges: Sequence[StageEdge], trained: Sequence[StageEdge], of: s
         if not same or others.setdefault((edge.source, edge.tensor), like.tensor) != like.tensor:
             raise CutError(
                 f"{of} stage {edge.source} hands {edge.tensor!r} {list(edge.shape)} to stage {edge.target}, where the "
-                f"longest ones hand {like.tensor!r} {list(like.shape)} from {like.source} to {like.target}: does the model ask how "
-                "long its input is? Have it pass on the same tensors for every length"
+                f"longest ones hand {like.tensor!r} {list(like.shape)} from {like.source} to {like.target}: does the model "
+                "ask how long its input is? Have it pass on the same tensors for every length"
             )
     if len(edges) != len(trained):
         raise CutError(
