@@ -168,6 +168,12 @@ class Batches:
         return found
 
     @attributed_to(Reason.DATA_FAILED)
+    def padded_twice(self) -> list[MicrobatchTensors]:
+        """The same rows in two lengths, the longest last; none where all samples have one shape, or there is one bucket."""
+        read = self._microbatches.padded_twice(self._microbatches.order.first_step - 1, self._part)
+        return [self._checked(one) for one in read]
+
+    @attributed_to(Reason.DATA_FAILED)
     def check_first_step(
         self, count: int, *, limit_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:

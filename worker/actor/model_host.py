@@ -25,7 +25,7 @@ from worker.actor.optimizer import check_parameter_groups, ignored_target, make_
 from worker.checkpoint.record import RECORD_SHARD, ModelRecord, make_record, record_to_state, unused_tensors
 from worker.checkpoint.sources import check_weights, fill_stages, fill_tensors
 from worker.checks.hazards import SKIP_CHECK_HINT, check_trainable, unchecked_state
-from worker.checks.loss_reduction import Rows, check_loss_reduction, check_own_loss
+from worker.checks.loss_reduction import Rows, check_loss_reduction, check_own_loss, check_padding
 from worker.checks.sharding import SamplesByRank, check_batch_sharding
 from worker.checks.trace import (
     OwnBackwardError,
@@ -233,12 +233,13 @@ class JobModel:
         *,
         further: Sequence[MicrobatchTensors] = (),
         examples: LengthExamples = MappingProxyType({}),
+        padded_twice: Sequence[MicrobatchTensors] = (),
         free_bytes: Callable[[], int | None],
     ) -> list[str]:
         """Notes on the traced model, and on those of other lengths, which `examples` has. Refuses a tensor plan that does
         not fit it, and with training.check_trace a graph that computes something else than the model, or that nobody can
         compare and whose forward moves tensors which are no buffers; `further` are other microbatches of these shapes,
-        `free_bytes` those of the device."""
+        `padded_twice` the same rows in two lengths, `free_bytes` those of the device."""
         traced, job = self.traced(sample), self._job
         self._check_layout(traced)
         for tensor in sorted({*job.tensors} - {1}):
@@ -252,6 +253,9 @@ class JobModel:
             with _naming_length(length):
                 found = self._check_trace(shorter, examples[length][1], (), free_bytes())
             notes += [note for note in found if note not in notes]
+        if padded_twice and self._built is not None:
+            with attributed_to(Reason.MODEL_BUILD_FAILED):
+                check_padding(self._built, self._make_loss("cpu"), padded_twice)
         return notes
 
     @property

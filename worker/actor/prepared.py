@@ -27,7 +27,7 @@ from worker.actor.optimizer import (
     make_loss,
 )
 from worker.actor.state import WorkerPlace, WorkerState
-from worker.contract.failures import attributed_to
+from worker.contract.failures import AttemptFailure, attributed_to
 from worker.contract.job import Job, microbatch_counts
 from worker.contract.planned import ModelSignature
 from worker.contract.profile import MeshCollectiveCosts, OptimizerState
@@ -48,6 +48,12 @@ class PreparedWorker(WorkerState):
 
     def __init__(self, place: WorkerPlace):
         super().__init__(place)
+        if self.job.data.lengths is not None and self.device != "cpu":
+            raise AttemptFailure(
+                Reason.PLAN_INFEASIBLE,
+                f"data.lengths is given and the job runs on {self.device}, where kernels are loaded for one length only: set "
+                "resources.device to cpu, or leave data.lengths out and pad every sample to one length",
+            )
         self._counts = microbatch_counts(self.job)
         data = {"worker": place.data_rank, "workers_per_mesh": place.data_workers}
         self.batches = Batches(self.job, **data, microbatches=self._counts[-1])
@@ -85,6 +91,7 @@ class PreparedWorker(WorkerState):
             target,
             further=self.batches.further_samples(_FURTHER_MICROBATCHES),
             examples=self.batches.examples,
+            padded_twice=self.batches.padded_twice(),
             free_bytes=lambda: self.memory_limit(1),
         )
         if trained := self.model.trained_parameters():

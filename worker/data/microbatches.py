@@ -91,6 +91,19 @@ class Microbatches:
         source.end_step(step)
         return found
 
+    def padded_twice(self, step: int, part: BatchSlice) -> list[ReadMicrobatch]:
+        """A worker's rows of the shortest microbatch of `step`, padded to its bucket and to the longest; none where these
+        are one."""
+        source, share = self._lengths, self.order.size // part.workers
+        if self._lengths is None or source.bucket(step, 0) == source.buckets[-1]:
+            return []
+        rows = slice(part.worker * share, (part.worker + 1) * share)
+        found = [
+            self._padded(step, 0, rows, bucket) for bucket in (source.bucket(step, 0), source.buckets[-1])
+        ]
+        source.end_step(step)
+        return found
+
     def _padded(self, step: int, microbatch: int, own: slice, bucket: int) -> ReadMicrobatch:
         source, count = self._lengths, own.stop - own.start
         samples = source.rows(step, microbatch, own.start, count)

@@ -14,9 +14,11 @@ from tests.worker.cached import traced_once  # noqa: F401 (used by every test)
 from tests.worker.workers import Workers
 from worker.checkpoint.format import finish_checkpoint
 from worker.contract.failures import AttemptFailure
+from worker.contract.job import Job
 from worker.contract.reasons import Reason
 from worker.data.sampler import BatchSampler
 from worker.model.factory import build_model
+from worker.verify.local_gang import prepare_workers
 
 BUCKETS = (7, 11, 19, LONGEST)
 STEPS = range(1, 5)
@@ -257,6 +259,37 @@ class WrongWhenShort(torch.nn.Module):
         return self.last(x).transpose(1, 2)
 
 
+class LooksEverywhere(torch.nn.Module):
+    """Adds the mean over all places to each, padding too; `masked`: of those that are none."""
+
+    def __init__(self, width: int = 8, masked: bool = False):
+        super().__init__()
+        self.masked = masked
+        self.embed = torch.nn.Embedding(60, width)
+        self.last = torch.nn.Linear(width, 60)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        mask = tokens >= (1 if self.masked else 0)
+        mean = (x * mask[..., None]).sum(1, keepdim=True) / mask.sum(1)[:, None, None]
+        return self.last(x + mean).transpose(1, 2)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_model_that_looks_behind_the_end_of_a_sample_is_refused(masked):
+    spec = unequal_job(stages=1, model={"factory": f"{__name__}:LooksEverywhere", "args": {"masked": masked}})
+    if masked:
+        with Workers(spec) as run:
+            assert run.losses(range(1, 2))
+        return
+    with pytest.raises(AttemptFailure, match=r"the model looks behind the end of a sample. Give") as refused:
+        Workers(spec)
+    assert refused.value.reason is Reason.MODEL_BUILD_FAILED
+    spec["training"]["check_trace"] = False
+    with Workers(spec) as run:
+        assert run.losses(range(1, 2))
+
+
 @pytest.mark.parametrize(
     ("model", "reason", "says"),
     [
@@ -274,3 +307,20 @@ def test_a_model_whose_stages_differ_with_the_length_is_refused(model, reason, s
     with pytest.raises(AttemptFailure, match=says) as refused, Workers(spec):
         pass
     assert refused.value.reason is reason
+
+
+def test_a_job_whose_device_turns_out_to_be_cuda_is_refused_before_it_is_traced():
+    with pytest.raises(
+        AttemptFailure, match=r"data.lengths is given and the job runs on cuda, where"
+    ) as refused:
+        prepare_workers(Job.from_json(unequal_job()), device="cuda")
+    assert refused.value.reason is Reason.PLAN_INFEASIBLE
+
+
+@some_by_day("stages", [2, 1], by_day=1)
+def test_loader_processes_read_the_same_microbatches(stages):
+    spec = unequal_job(stages=stages)
+    expected = PlainLoop(spec).train(range(1, 4))
+    spec["data"]["loader"] = {"workers": 2}
+    with Workers(spec) as run:
+        assert run.losses(range(1, 4)) == pytest.approx(expected.losses, rel=1e-5)
