@@ -51,8 +51,8 @@ class PreparedWorker(WorkerState):
         if self.job.data.lengths is not None and self.device != "cpu":
             raise AttemptFailure(
                 Reason.PLAN_INFEASIBLE,
-                f"data.lengths is given and the job runs on {self.device}, where kernels are loaded for one length only: set "
-                "resources.device to cpu, or leave data.lengths out and pad every sample to one length",
+                f"data.lengths is given and the job runs on {self.device}, where kernels are loaded for one length only: "
+                "set resources.device to cpu, or leave data.lengths out and pad every sample to one length",
             )
         self._counts = microbatch_counts(self.job)
         data = {"worker": place.data_rank, "workers_per_mesh": place.data_workers}

@@ -350,7 +350,10 @@ class Trainer:
         )
 
     def _model_flops(self, planned: PlannedJob) -> ModelFlops | None:
-        """The FLOPs of a step, and the peak FLOP/s of all accelerators on CUDA; None where a layer was not counted."""
+        """The FLOPs of a step, and the peak FLOP/s of all accelerators on CUDA; None where a layer was not counted, or
+        microbatches have unequal lengths."""
+        if self._job.data.lengths is not None:
+            return None
         gang, profiles = self._gang, self._planner.profiles
         step = step_flops(
             [(address.mesh, own) for address, own in zip(gang.addresses, profiles, strict=True)],

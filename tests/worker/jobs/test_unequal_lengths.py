@@ -142,11 +142,13 @@ def test_stages_of_each_length_recompute_and_split_their_backward(recompute, sch
         assert_equal_parameters(run, expected.model, 1e-5)
 
 
-def test_several_stages_of_a_mesh_hand_on_tensors_of_each_length():
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zb-v"])
+def test_several_stages_of_a_mesh_hand_on_tensors_of_each_length(schedule):
+    """With zb-v a mesh has the first and the last stage, which share a parameter."""
     spec = unequal_job(stages=4)
     spec["model"]["args"]["layers"] = 4
     spec["resources"]["meshes"] = 2
-    spec["pipeline"]["schedule"] = "interleaved-1f1b"
+    spec["pipeline"]["schedule"] = schedule
     expected = PlainLoop(spec).train(STEPS)
     with Workers(spec) as run:
         assert run.losses(STEPS) == pytest.approx(expected.losses, rel=1e-5)
