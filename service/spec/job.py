@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
+from service.spec.lengths import LengthsSection, check_evaluated_lengths, check_padded
 from service.spec.names import NAME_PATTERN
 from service.spec.resources import (
     ResourcesSection,
@@ -172,6 +173,9 @@ class DataOptions(BaseModel):
         description="At the end of the data: repeat begins again, stop ends the job with the last whole batch",
     )
     loader: LoaderSection = LoaderSection()
+    lengths: LengthsSection | None = Field(
+        default=None, description="For samples of unequal lengths; null: all samples have one shape"
+    )
 
     @model_validator(mode="after")
     def _columns_name_something(self) -> Self:
@@ -186,6 +190,14 @@ class DataSection(FactorySection, DataOptions):
     example: ClassVar[str] = "worker.examples.text:ByteWindows"
 
     collate: FactorySection | None = None
+
+    @model_validator(mode="after")
+    def _padded_once(self) -> Self:
+        if self.lengths is not None and self.collate is not None:
+            raise ValueError(
+                "has lengths and collate, which both make microbatches of samples: leave out one of them"
+            )
+        return self
 
 
 class OptimizerSection(FactorySection):
@@ -578,6 +590,23 @@ class JobSpec(SpecPart):
     def _each_variable_once(self) -> Self:
         if both := sorted(set(self.env) & set(self.secrets)):
             raise ValueError(f"{', '.join(both)} in env and in secrets: leave out one")
+        return self
+
+    @model_validator(mode="after")
+    def _unequal_lengths_fit(self) -> Self:
+        lengths, evaluation = self.data.lengths, self.evaluation
+        if evaluation is not None and evaluation.data.lengths is not None:
+            check_evaluated_lengths(lengths, evaluation.data.lengths)
+        if lengths is not None:
+            resources, training = self.resources, self.training
+            check_padded(
+                loss=None if self.loss is None else self.loss.factory,
+                loss_reduction=training.loss_reduction,
+                tensor=max(resources.mesh_tensors),
+                heterogeneous=resources.heterogeneous,
+                device=resources.device,
+                options={"compile": training.compile, "sync_batch_norm": training.sync_batch_norm},
+            )
         return self
 
     @model_validator(mode="after")

@@ -38,7 +38,10 @@ def long_form(job: Mapping[str, Any]) -> dict[str, Any]:
     elastic = isinstance(resources, Mapping) and isinstance(resources.get("meshes"), Mapping)
     if elastic and isinstance(pipeline, Mapping):  # each number of meshes has its own stages
         job["pipeline"] = {"stages": "auto", **pipeline}
-    training = job.get("training")
+    data, training = job.get("data"), job.get("training", {})
+    if isinstance(data, Mapping) and data.get("lengths") is not None and isinstance(training, Mapping):
+        # microbatches of unequal lengths have unequal numbers of targets
+        training = job["training"] = {"loss_reduction": "tokens", **training}
     if isinstance(training, Mapping):
         check_length(training)
         for name in ("epochs", "tokens"):

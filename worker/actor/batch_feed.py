@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from worker.actor.loss import takes_inputs
 from worker.actor.optimizer import IGNORED_TARGET, ignored_target
+from worker.actor.step_result import StepLengths
 from worker.contract.failures import AttemptFailure, as_failure, attributed_to
 from worker.contract.job import AUTO, SKIP_LIMIT_S, Data, Job
 from worker.contract.profile import FactoryError
@@ -46,6 +48,12 @@ class Batches:
         self._origin: tuple[int, int] | None = None
         self._microbatches: Microbatches | None = None
         self._with_inputs = takes_inputs(job.loss)
+        self.examples: dict[int, MicrobatchTensors] = {}
+        """With data.lengths rows of the first microbatches for each bucket, in ascending order; else none."""
+        if job.data.lengths is not None and (job.loss is None or job.training.loss_reduction != "tokens"):
+            raise ValueError(
+                f"data.lengths wants a `loss` and training.loss_reduction tokens, which is {job.training.loss_reduction}"
+            )
         self._set_microbatches(microbatches)
 
     @property
@@ -71,7 +79,10 @@ class Batches:
 
     @property
     def tokens_per_sample(self) -> int | None:
-        """The length of a sample of the first integer input of shape (batch, length); None where there is none."""
+        """The length of a sample of the first integer input of shape (batch, length); None where there is none, or where
+        samples have unequal lengths."""
+        if self.examples:
+            return None
         inputs, _ = self.sample
         lengths = (
             tensor.shape[1] for tensor in inputs if tensor.ndim == 2 and tensor.dtype in _INTEGER_DTYPES
@@ -82,6 +93,11 @@ class Batches:
     def microbatches(self) -> int:
         """The number of microbatches of a batch."""
         return self._microbatches.order.microbatches
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """The lengths to which microbatches are padded, ascending; none where all samples have one shape."""
+        return self._microbatches.buckets
 
     @attributed_to(Reason.DATA_FAILED)
     def set_microbatches(self, microbatches: int) -> None:
@@ -116,14 +132,18 @@ class Batches:
         order = self._microbatches.order
         return order.begin(step) == order.begin(order.origin[0] if order.origin else order.first_step)
 
-    @attributed_to(Reason.DATA_FAILED)
     def microbatch(self, step: int, microbatch: int) -> MicrobatchTensors:
         """This worker's rows of a microbatch: the workers of a mesh have consecutive blocks."""
+        return self.read(step, microbatch).rows
+
+    @attributed_to(Reason.DATA_FAILED)
+    def read(self, step: int, microbatch: int) -> ReadMicrobatch:
+        """`microbatch`, with its bucket and its tokens where samples have unequal lengths."""
         first = self._microbatches.order.first_step
         reads = self._loader if self._loader is not None and step >= first else self._microbatches
-        rows = self._checked(reads.read(step, microbatch, self._part))
-        self._check_shapes(rows, step, microbatch)
-        return rows
+        read = reads.read(step, microbatch, self._part)
+        self._check_shapes(self._checked(read), step, microbatch, read.bucket)
+        return read
 
     @attributed_to(Reason.DATA_FAILED)
     def samples(self, workers: int) -> list[tuple[torch.Tensor, ...]]:
@@ -136,16 +156,22 @@ class Batches:
 
     def further_samples(self, count: int) -> list[MicrobatchTensors]:
         """This worker's rows of at most `count` microbatches behind the first, up to one that cannot be read or has other
-        shapes, which training will say; none of a stream."""
+        shapes, which training will say; none of a stream, nor of samples of unequal lengths."""
         found: list[MicrobatchTensors] = []
         first = self._microbatches.order.first_step - 1
-        if isinstance(self._source, IndexedSource):
+        if isinstance(self._source, IndexedSource) and not self.examples:
             with contextlib.suppress(Exception):
                 for microbatch in range(1, min(count + 1, self.microbatches)):
                     rows = self._checked(self._microbatches.read(first, microbatch, self._part))
                     self._check_shapes(rows, first, microbatch)
                     found.append(rows)
         return found
+
+    @attributed_to(Reason.DATA_FAILED)
+    def padded_twice(self) -> list[MicrobatchTensors]:
+        """The same rows in two lengths, the longest last; none where all samples have one shape, or there is one bucket."""
+        read = self._microbatches.padded_twice(self._microbatches.order.first_step - 1, self._part)
+        return [self._checked(one) for one in read]
 
     @attributed_to(Reason.DATA_FAILED)
     def check_first_step(
@@ -200,13 +226,14 @@ class Batches:
     def _first_samples(self, *, again: bool) -> str:
         order, source = self._microbatches.order, self._source
         first, count = order.first_step - 1, min(order.size, _FINGERPRINT_SAMPLES)
-        if order.data.collate is not None:
+        if order.data.collate is not None or self.examples:
+            source.end_step(first)
             rows = [self._microbatches.read(first, 0, BatchSlice(0, 1)).rows]
         elif again and isinstance(source, StreamSource):
             rows = [self._microbatches.stack_samples(source.first_samples_again(count)).rows]
         else:
             rows = [self._microbatches.stack_samples(source.rows(first, 0, 0, count)).rows]
-        if isinstance(source, IndexedSource) and order.data.collate is None:
+        if isinstance(source, IndexedSource) and order.data.collate is None and not self.examples:
             rows.append(self._microbatches.stack_samples([source.example(0, 0)]).rows)
         return checksum(rows)
 
@@ -220,11 +247,14 @@ class Batches:
         self._names = read.names
         return read.rows
 
-    def _check_shapes(self, rows: MicrobatchTensors, step: int, microbatch: int) -> None:
-        """ValueError where tensors are not like those of the first microbatch, for which the model was traced."""
+    def _check_shapes(
+        self, rows: MicrobatchTensors, step: int, microbatch: int, bucket: int | None = None
+    ) -> None:
+        """ValueError where tensors are not like those of the first microbatch (of that `bucket`), for which the model was
+        traced."""
         if self.sample is None:
             return
-        (inputs, target), (first, first_target) = rows, self.sample
+        (inputs, target), (first, first_target) = rows, self.examples.get(bucket, self.sample)
         tensors = (*inputs, *target_tensors(target))
         first_tensors = (*first, *target_tensors(first_target))
         names = [f"input {name}" for name in self._names or range(len(first))]
@@ -255,11 +285,17 @@ class Batches:
             order, own_loss=own_loss, with_inputs=self._with_inputs, dataset=dataset
         )
         self.sample = None
+        if self._microbatches.buckets:  # chosen once, whatever the number of microbatches
+            self._job = replace(self._job, data=self._microbatches.order.data)
         if self.data.loader.workers:
             self._loader = self._processes()
-        self.sample = self._checked(
-            self._microbatches.read(self._microbatches.order.first_step - 1, 0, self._part)
-        )
+        first = self._microbatches.order.first_step - 1
+        if self._microbatches.buckets:
+            read = self._microbatches.examples(first, self._part)
+            self.examples = {bucket: self._checked(example) for bucket, example in read.items()}
+            self.sample = self.examples[self.buckets[-1]]
+        else:
+            self.sample = self._checked(self._microbatches.read(first, 0, self._part))
 
     def _processes(self) -> LoaderProcesses:
         if isinstance(self._source, StreamSource) and self.data.loader.workers > 1:
@@ -276,8 +312,15 @@ class Batches:
         )
 
     def _order(self, microbatches: int) -> SampleOrder:
-        training = self._job.training
-        return SampleOrder(self.data, training.seed, training.global_batch, microbatches, origin=self._origin)
+        training, loss = self._job.training, self._job.loss
+        return SampleOrder(
+            self.data,
+            training.seed,
+            training.global_batch,
+            microbatches,
+            origin=self._origin,
+            ignored_target=IGNORED_TARGET if loss is None else ignored_target(loss),
+        )
 
     def _last_step(self) -> int:
         return self._job.training.steps
@@ -285,12 +328,14 @@ class Batches:
 
 StepSamples = tuple[list[tuple[torch.Tensor, ...]], list[torch.Tensor] | None]
 
+
 _READER_START_S = 60.0
 _DATA_STATE_KEY = "data"  # of a checkpoint's state
 
 
 class StageReader:
-    """Prefetches the inputs and targets of a step's microbatches for `stages`; see `prefetch_steps`."""
+    """Prefetches the inputs and targets of a step's microbatches for `stages`; see `prefetch_steps`. Where samples have
+    unequal lengths every mesh reads them, to know the shapes of a step before it begins."""
 
     def __init__(
         self,
@@ -304,16 +349,19 @@ class StageReader:
     ):
         self._batches, self._resumed_at = batches, None
         self._ignored: dict[int, list[int]] = {}
+        self._lengths: dict[int, list[tuple[int, int, int]]] = {}
+        self._counts_ignored = False
         self._no_inputs = [()] * batches.microbatches
         self.has_output = any("output" in stage.outputs for stage in stages.values())
         inputs = any(name.startswith("input:") for stage in stages.values() for name in stage.inputs)
         self._reader = None
-        if inputs or self.has_output:
+        if inputs or self.has_output or batches.buckets:
+            self._counts_ignored = self.has_output and counts_ignored
             loader = batches.data.loader
             limit_s = min(limit_s, loader.timeout_s) if loader.workers else limit_s
             self._first_limit_s = limit_s + _READER_START_S + SKIP_LIMIT_S
             self._reader = prefetch_steps(
-                self._read_counted if self.has_output and counts_ignored else batches.microbatch,
+                self._read_counted if self._counts_ignored or batches.buckets else batches.microbatch,
                 batches.microbatches,
                 device=device,
                 ahead=batches.ahead,
@@ -331,6 +379,8 @@ class StageReader:
         if self._reader is None:
             return self._no_inputs, None
         self._begin(step)
+        for earlier in [known for known in list(self._lengths) if known < step]:
+            self._lengths.pop(earlier, None)
         try:
             return self._reader.take(step, keep=first, limit_s=self._first_limit_s if first else None)
         except ReadTooSlowError as error:
@@ -340,10 +390,23 @@ class StageReader:
         """The numbers of ignored targets in the microbatches of a step that was taken, once; empty where nobody counts."""
         return self._ignored.pop(step, [])
 
+    def lengths(self, step: int) -> StepLengths | None:
+        """The lengths of a step that was taken; None where all samples have one shape."""
+        if not self._batches.buckets:
+            return None
+        buckets, tokens, padded = zip(*self._lengths[step], strict=True)
+        return StepLengths(buckets, sum(tokens), sum(padded))
+
     def _read_counted(self, step: int, microbatch: int) -> MicrobatchTensors:
-        rows = self._batches.microbatch(step, microbatch)
-        self._ignored.setdefault(step, []).append(self._batches.ignored_targets(rows))
-        return rows
+        read = self._batches.read(step, microbatch)
+        counted = [] if microbatch == 0 else self._ignored.get(step, [])
+        if self._counts_ignored:
+            self._ignored[step] = [*counted, self._batches.ignored_targets(read.rows)]
+        if read.bucket is not None:
+            before = [] if microbatch == 0 else self._lengths[step]
+            padded = read.bucket * self._batches.rows(self._batches.microbatches)
+            self._lengths[step] = [*before, (read.bucket, read.tokens, padded)]
+        return read.rows
 
     def has(self, step: int) -> bool | None:
         """True where there are samples for this step, None where none are read; raises as `take`, and where the data has too

@@ -27,7 +27,12 @@ from worker.contract.planned import MeshProgram
 from worker.contract.reasons import Reason
 from worker.engine.compile import compile_stages, stage_compiler
 from worker.engine.engine import Engine, engine_collectives
-from worker.engine.local_stages import LocalStages, named_buffers, named_parameters
+from worker.engine.local_stages import (
+    LocalStages,
+    named_buffers,
+    named_parameters,
+    tie_local_parameters,
+)
 from worker.engine.results import autocast_dtype
 from worker.machine.telemetry import GpuMeter, bytes_open_to_torch
 from worker.model.opaque.call import opaque_calls
@@ -68,7 +73,13 @@ class LoadedWorker(WorkerState):
         self._gpu = GpuMeter(self.device)
         self._collects_garbage = False
         with self.raising_attempt_failures(), contextlib.ExitStack() as failing:
-            graph = model.cut(batches.sample[0], assignment.stage_starts, list(assignment.stages), weights)
+            graph = model.cut(
+                batches.sample[0],
+                assignment.stage_starts,
+                list(assignment.stages),
+                weights,
+                examples=batches.examples,
+            )
             whole = {index: graph.stages[index] for index in assignment.stages}
             transport = self.transport(
                 assignment.topology,
@@ -126,6 +137,9 @@ class LoadedWorker(WorkerState):
                 self.job, whole, self.mesh, self.index, communicator
             )
         self.stages = {index: stage.to(self.device) for index, stage in own.items()}
+        tie_local_parameters(self.stages, graph.tied)
+        shorter = self._model.shorter_stages(assignment.stage_starts, graph, self.stages, self.device)
+        self._number_of_length = {stages.length: number for number, stages in enumerate(shorter, start=1)}
         self.reader = StageReader(
             self.stages,
             self.batches,
@@ -136,7 +150,14 @@ class LoadedWorker(WorkerState):
         )
         return Engine(
             program,
-            LocalStages(self.stages, assignment.mesh_of_stage, graph.edges, graph.tied, self.tensor_shards),
+            LocalStages(
+                self.stages,
+                assignment.mesh_of_stage,
+                graph.edges,
+                graph.tied,
+                self.tensor_shards,
+                shorter,
+            ),
             collectives,
             loss=self._loss.with_output_spec(self._model.tree_spec).with_metrics,
             optimizer=self._make_optimizer,
@@ -262,7 +283,9 @@ class LoadedWorker(WorkerState):
         self.memory.begin()
         with self.raising_attempt_failures():
             inputs, targets = self.reader.take(step)
-            result = self.engine.run_step(step, inputs, targets)
+            lengths = self.reader.lengths(step)
+            numbers = [self._number_of_length.get(bucket, 0) for bucket in lengths.buckets] if lengths else ()
+            result = self.engine.run_step(step, inputs, targets, numbers)
         if self._collects_garbage:
             gc.collect(2 if step % _FULL_COLLECTION_STEPS == 0 else 1)
         return WorkerStep(
@@ -280,6 +303,7 @@ class LoadedWorker(WorkerState):
             difference=result.difference,
             without_targets=result.without_targets,
             ignored_targets=self.reader.take_ignored(step),
+            lengths=lengths,
         )
 
     def prepare_program(self, program: MeshProgram) -> PreparedProgram:

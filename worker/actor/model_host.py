@@ -9,10 +9,12 @@ Everything raised is an AttemptFailure with a reason code. Must not know the gan
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from worker.actor.optimizer import check_parameter_groups, ignored_target, make_
 from worker.checkpoint.record import RECORD_SHARD, ModelRecord, make_record, record_to_state, unused_tensors
 from worker.checkpoint.sources import check_weights, fill_stages, fill_tensors
 from worker.checks.hazards import SKIP_CHECK_HINT, check_trainable, unchecked_state
-from worker.checks.loss_reduction import Rows, check_loss_reduction, check_own_loss
+from worker.checks.loss_reduction import Rows, check_loss_reduction, check_own_loss, check_padding
 from worker.checks.sharding import SamplesByRank, check_batch_sharding
 from worker.checks.trace import (
     OwnBackwardError,
@@ -59,7 +61,7 @@ from worker.model.serialization import (
     parameter_values,
     serialize_models,
 )
-from worker.model.stages import StageGraph, StageModule
+from worker.model.stages import LengthStages, StageGraph, StageModule, share_stages
 from worker.parallel.sync_batch_norm import batch_norm_notes
 from worker.parallel.tensor.shards import check_tensor_plan_of
 
@@ -97,6 +99,8 @@ def build_job_model(job: Job) -> BuiltModel:
 
 
 log = logging.getLogger(__name__)
+LengthExamples = Mapping[int, MicrobatchTensors]
+"""Rows of a microbatch for each length to which microbatches are padded, ascending; none where all have one shape."""
 
 
 class JobModel:
@@ -113,6 +117,7 @@ class JobModel:
         self._eval_traces_by_workers: dict[int, TracedModel] = {}
         self._graph_received = False
         self._traces_by_workers: dict[int, TracedModel] = {}
+        self._shorter: dict[int, TracedModel] = {}  # by the length of a microbatch, without the longest
         self._traces_for_all = True  # until another worker's graph is taken
         self._record: ModelRecord | None = None
         self._notes: tuple[str, ...] = ()  # on the model as it was built
@@ -135,6 +140,24 @@ class JobModel:
                 )
             self._traced = self._trace(sample)
         return self._traced
+
+    @attributed_to(Reason.MODEL_BUILD_FAILED)
+    def _traced_shorter(self, examples: LengthExamples) -> dict[int, TracedModel]:
+        """The model traced for each length of `examples` but the longest; by the first call. Raises TraceError for modules
+        that run as they are, whose state the stages of several lengths would not share."""
+        *shorter, longest = examples or (0,)
+        for length in (length for length in shorter if length not in self._shorter):
+            self.traced(examples[longest][0])
+            with _naming_length(length):
+                self._shorter[length] = self._trace(examples[length][0])
+        for traced in (self._traced, *self._shorter.values()) if shorter else ():
+            if calls := opaque_calls(traced.placed.module):
+                raise TraceError(
+                    f"data.lengths has {len(examples)} buckets, and the model has {calls[0]}: what it keeps would not be "
+                    f"shared by the stages of each length; give one bucket, or change that module: "
+                    f"{traced.opaque[calls[0].record.path]}"
+                )
+        return self._shorter
 
     def _trace(self, sample: tuple[torch.Tensor, ...]) -> TracedModel:
         traced = trace(self._built, sample, opaque=self._opaque, **self._trace_options)
@@ -209,24 +232,41 @@ class JobModel:
         target: Target,
         *,
         further: Sequence[MicrobatchTensors] = (),
+        examples: LengthExamples = MappingProxyType({}),
+        padded_twice: Sequence[MicrobatchTensors] = (),
         free_bytes: Callable[[], int | None],
     ) -> list[str]:
-        """Notes on the traced model. Refuses a tensor plan that does not fit it, and with training.check_trace a graph that
-        computes something else than the model, or that nobody can compare and whose forward moves tensors which are no
-        buffers; `further` are other microbatches of these shapes, `free_bytes` those of the device."""
+        """Notes on the traced model, and on those of other lengths, which `examples` has. Refuses a tensor plan that does
+        not fit it, and with training.check_trace a graph that computes something else than the model, or that nobody can
+        compare and whose forward moves tensors which are no buffers; `further` are other microbatches of these shapes,
+        `padded_twice` the same rows in two lengths, `free_bytes` those of the device."""
         traced, job = self.traced(sample), self._job
         self._check_layout(traced)
         for tensor in sorted({*job.tensors} - {1}):
             check_tensor_plan_of(traced, job.resources.tensor_plan, tensor)
         notes = [*self._notes, *batch_norm_notes(traced, job), *tf32_notes(job, self._device)]
         if not job.training.check_trace:
+            self._traced_shorter(examples)
             return [*notes, *traced.notes, *_loss_untried(job), *filter(None, self._unchecked_state(traced))]
-        return notes + self._check_trace(traced, target, further, free_bytes())
+        notes += self._check_trace(traced, target, further, free_bytes())
+        for length, shorter in self._traced_shorter(examples).items():
+            with _naming_length(length):
+                found = self._check_trace(shorter, examples[length][1], (), free_bytes())
+            notes += [note for note in found if note not in notes]
+        if padded_twice and self._built is not None:
+            with attributed_to(Reason.MODEL_BUILD_FAILED):
+                check_padding(self._built, self._make_loss("cpu"), padded_twice)
+        return notes
 
     @property
     def traced_for_other_sizes(self) -> list[TracedModel]:
         """The models that this worker traced for workers of meshes of other sizes, in their order."""
         return list(self._traces_by_workers.values())
+
+    @property
+    def traced_for_other_lengths(self) -> list[TracedModel]:
+        """The models that were traced for shorter microbatches, ascending."""
+        return list(self._shorter.values())
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """The trained parameters of the model itself by name, on the worker that built it until it is cut; else none."""
@@ -285,7 +325,7 @@ class JobModel:
                 if not self._trace_own_backwards(traced):
                     raise
                 notes = check_trace(self._built, self._traced, loss, target, **options)
-            if self._job.evaluation is not None:
+            if self._job.evaluation is not None and traced is self._traced:
                 evaluated = self._traced_in_eval_mode(traced.example_inputs)
                 evaluated_loss = functools.partial(self._make_loss, device, evaluated)
                 check_evaluation_trace(self._built, evaluated, evaluated_loss, target, device=device)
@@ -348,12 +388,20 @@ class JobModel:
         return make_loss(self._job.loss, device).with_output_spec((traced or self._traced).tree_spec)
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
-    def graph(self, sample: tuple[torch.Tensor, ...], workers: int | None = None) -> bytes:
-        """The traced model for other workers, without parameters; empty where the graph cannot be serialised.
+    def graph(
+        self,
+        sample: tuple[torch.Tensor, ...],
+        workers: int | None = None,
+        *,
+        examples: LengthExamples = MappingProxyType({}),
+    ) -> bytes:
+        """The traced model for other workers, without parameters; empty where the graph cannot be serialised. With it go
+        those of other lengths, which `examples` has.
 
         `workers`: the data-parallel size of a mesh of another size, for whose rows (`sample`) it is traced now.
         """
         evaluates, evaluated = self._job.evaluation is not None, None
+        shorter = self._traced_shorter(examples)
         if workers is None:
             traced = self.traced(sample)
             evaluated = self._traced_in_eval_mode(sample) if evaluates else None
@@ -362,17 +410,21 @@ class JobModel:
             if evaluates:
                 evaluated = self._eval_traces_by_workers[workers] = self._trace_in_eval_mode(sample)
         try:
-            return serialize_models([traced] if evaluated is None else [traced, evaluated])
+            models = [traced, *shorter.values()]
+            return serialize_models(models if evaluated is None else [*models, evaluated])
         except Exception as error:  # for example an object of a user's class
             log.warning("every worker traces the model for itself, since its graph cannot be sent: %s", error)
             return b""
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
-    def receive_graph(self, graph: bytes) -> None:
-        """Take the graph that another worker traced; nothing is built here, unless it could not be sent."""
+    def receive_graph(self, graph: bytes, lengths: Sequence[int] = ()) -> None:
+        """Take the graph that another worker traced, with those of other `lengths`, the longest of which is the graph's own;
+        nothing is built here, unless it could not be sent."""
         self._traces_for_all = False
         if graph:
             (self._traced, *others), self._graph_received = deserialize_models(graph), True
+            self._shorter = dict(zip(lengths[:-1], others, strict=False))
+            others = others[len(self._shorter) :]
             self._evaluation = others[0] if others else None
 
     @attributed_to(Reason.CUT_IMPOSSIBLE)
@@ -413,9 +465,13 @@ class JobModel:
         stage_starts: Sequence[str],
         keep: Sequence[int],
         weights: ParameterValues | None,
+        *,
+        examples: LengthExamples = MappingProxyType({}),
     ) -> StageGraph:
-        """The stages `keep`, with their initial values or those of model.weights; the model and other stages are dropped."""
+        """The stages `keep`, with their initial values or those of model.weights; the model and other stages are dropped.
+        Graphs of other lengths, which `examples` has, are left for `shorter_stages`."""
         traced, path = self.traced(sample), self._job.model.weights
+        self._traced_shorter(examples)
         if weights is not None and self._graph_received:
             load_values(traced, weights)
         graph = traced.cut(stage_starts, keep=keep)
@@ -433,6 +489,22 @@ class JobModel:
         self._traces_by_workers, self._eval_traces_by_workers = {}, {}
         return graph
 
+    @attributed_to(Reason.CUT_IMPOSSIBLE)
+    def shorter_stages(
+        self, stage_starts: Sequence[str], graph: StageGraph, trained: Mapping[int, StageModule], device: str
+    ) -> list[LengthStages]:
+        """The stages for each shorter length, ascending, on the parameters and buffers of `trained`, which `cut` made with
+        `graph`; the graphs are dropped."""
+        shorter, self._shorter = self._shorter, {}
+        found = []
+        for length, traced in shorter.items():
+            with _naming_length(length):
+                other = traced.cut(stage_starts, keep=list(trained))
+            for index in trained:
+                other.stages[index].to(device)
+            found.append(share_stages(other, graph, trained, length))
+        return found
+
     def unused_state(self) -> dict[str, Any]:
         """The states by name of checkpoint shards that belong to no mesh, see worker/checkpoint/record.py; they never
         change, and only one worker has any."""
@@ -441,7 +513,20 @@ class JobModel:
     def forget_graph(self) -> None:
         """Drop the graphs, as the next sample has other shapes."""
         self._traced, self._evaluation, self._graph_received = None, None, False
+        self._shorter = {}
         self._traces_by_workers, self._eval_traces_by_workers = {}, {}
+
+
+@contextlib.contextmanager
+def _naming_length(length: int) -> Iterator[None]:
+    """Errors of the body about the model say for which length of a microbatch it was traced."""
+    try:
+        yield
+    except AttemptFailure as error:
+        message = f"for microbatches of length {length} (data.lengths): {error.message}"
+        raise AttemptFailure(error.reason, message, error.details) from None
+    except ModelError as error:
+        raise type(error)(f"for microbatches of length {length} (data.lengths): {error}") from error
 
 
 def _loss_untried(job: Job) -> list[str]:

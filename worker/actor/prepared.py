@@ -27,7 +27,7 @@ from worker.actor.optimizer import (
     make_loss,
 )
 from worker.actor.state import WorkerPlace, WorkerState
-from worker.contract.failures import attributed_to
+from worker.contract.failures import AttemptFailure, attributed_to
 from worker.contract.job import Job, microbatch_counts
 from worker.contract.planned import ModelSignature
 from worker.contract.profile import MeshCollectiveCosts, OptimizerState
@@ -48,6 +48,12 @@ class PreparedWorker(WorkerState):
 
     def __init__(self, place: WorkerPlace):
         super().__init__(place)
+        if self.job.data.lengths is not None and self.device != "cpu":
+            raise AttemptFailure(
+                Reason.PLAN_INFEASIBLE,
+                f"data.lengths is given and the job runs on {self.device}, where kernels are loaded for one length only: "
+                "set resources.device to cpu, or leave data.lengths out and pad every sample to one length",
+            )
         self._counts = microbatch_counts(self.job)
         data = {"worker": place.data_rank, "workers_per_mesh": place.data_workers}
         self.batches = Batches(self.job, **data, microbatches=self._counts[-1])
@@ -84,13 +90,24 @@ class PreparedWorker(WorkerState):
             inputs,
             target,
             further=self.batches.further_samples(_FURTHER_MICROBATCHES),
+            examples=self.batches.examples,
+            padded_twice=self.batches.padded_twice(),
             free_bytes=lambda: self.memory_limit(1),
         )
         if trained := self.model.trained_parameters():
             notes += check_optimizer_of_model(self.job, trained, self.device, untried=self._untried)
         evaluation = self.job.evaluation
         factories = (self.job.model, self.job.data, *([evaluation.data] if evaluation else ()))
+        notes += self._notes_on_lengths()
         return [*moved_factory_notes(part.factory for part in factories), *notes]
+
+    def _notes_on_lengths(self) -> list[str]:
+        if not (buckets := self.batches.buckets):
+            return []
+        return [
+            f"data.lengths: microbatches are padded to {', '.join(map(str, buckets))}, and weigh by their targets "
+            "(training.loss_reduction: tokens)"
+        ]
 
     @property
     def traced(self) -> TracedModel:
@@ -101,13 +118,13 @@ class PreparedWorker(WorkerState):
         """The traced model for the other workers, without its parameters; for a mesh of another data-parallel size
         traced for its `workers`."""
         if workers in (None, self.place.data_workers):
-            return self.model.graph(self.batches.sample[0])
+            return self.model.graph(self.batches.sample[0], examples=self.batches.examples)
         return self.model.graph(self.batches.samples(workers)[0], workers)
 
     def take_graph(self, graph: bytes, microbatches: int) -> None:
         """Receive the model that another worker traced for this number of microbatches: nothing is built here."""
         self.set_microbatches(microbatches)
-        self.model.receive_graph(graph)
+        self.model.receive_graph(graph, self.batches.buckets)
 
     def model_signature(self, whole: bool) -> ModelSignature:
         """The signature of the traced model, on the worker that traced; not `whole`: without its parameters."""

@@ -12,12 +12,22 @@ from worker.machine.telemetry import GpuUsage
 
 
 @dataclass(frozen=True)
+class StepLengths:
+    """The buckets of a step's microbatches, and the tokens of one worker's samples in it, without and with padding."""
+
+    buckets: tuple[int, ...]
+    tokens: int
+    padded_tokens: int
+
+
+@dataclass(frozen=True)
 class WorkerStep:
     """One optimizer step. `losses` (one a microbatch, not divided by their number) and `metrics` by name are given only
     where the model's output is; `slots` are on this worker's clock. `grad_norm` and `learning_rate` are None on a mesh
     without trained parameters, `loss_scale` but in fp16, `gpu` where it was not read. `skipped`: no update was made,
     because gradients `overflowed` in fp16 or a number was not finite. `difference` and `without_targets`: those of
-    StepResult. `ignored_targets`: how many targets of each microbatch are none, where microbatches weigh alike."""
+    StepResult. `ignored_targets`: how many targets of each microbatch are none, where microbatches weigh alike. `lengths`
+    are given where samples have unequal lengths."""
 
     slots: list[MeasuredSlot]
     losses: list[float] = field(default_factory=list)
@@ -33,6 +43,7 @@ class WorkerStep:
     difference: str | None = None
     without_targets: int = 0
     ignored_targets: list[int] = field(default_factory=list)
+    lengths: StepLengths | None = None
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,30 @@ def check_own_loss(model: nn.Module, seen: Sequence[MicrobatchTensors]) -> list[
     return []
 
 
+PADDING_TOLERANCE = 1e-3
+"""Relative difference of a loss whose sums over positions are of other lengths."""
+
+
+def check_padding(model: nn.Module, loss: Loss, padded: Sequence[MicrobatchTensors]) -> None:
+    """Refuse a model whose loss of the same samples changes with their padding. It runs in eval mode, without gradients, and
+    its Python state is put back. Raises LossReductionError with both values."""
+    state, found = PythonState(model), []
+    try:
+        with in_eval_mode(model), torch.no_grad(), seeded(0):
+            found = [float(loss(model(*inputs), target)) for inputs, target in padded]
+    finally:
+        state.restore()
+    short, long = found
+    allowed = max(PADDING_TOLERANCE, tolerance_for(model, None, "cpu").values)
+    if math.isfinite(short) and abs(short - long) > allowed * max(abs(short), abs(long)):
+        lengths = " and ".join(str(list(inputs[0].shape)) for inputs, _ in padded)
+        raise LossReductionError(
+            f"the loss of the same samples, padded to inputs of {lengths}, is {short:.6g} and {long:.6g}: the model looks "
+            "behind the end of a sample. Give its samples an attention_mask, which is padded with 0, or leave data.lengths "
+            "out; training.check_trace: false trains it so"
+        )
+
+
 class _UntriedError(Exception):
     """The rows do not make a trial, for the reason that it says."""
 

@@ -72,11 +72,21 @@ class Loader:
 
 
 @dataclass(frozen=True)
+class Lengths:
+    """Padding of samples of unequal lengths: the length of input `field` (None: the first one, or input_ids) is padded to a
+    bucket. `buckets` is auto, or lengths in ascending order; `pad` the value behind the end of `field`."""
+
+    field: str | None = None
+    buckets: str | tuple[int, ...] = AUTO
+    pad: int = 0
+
+
+@dataclass(frozen=True)
 class Data(Factory):
     """A data set or a stream, and how many steps' samples are read ahead of the one that runs (0: none).
 
     `split` is one of several data sets by name; `columns` are fields of samples that are dicts, or {name in the model:
-    field}. `at_end` of a stream: repeat or stop. `collate` None: samples are stacked.
+    field}. `at_end` of a stream: repeat or stop. `collate` None: samples are stacked, with `lengths` padded before.
     """
 
     prefetch: int = 2
@@ -85,6 +95,7 @@ class Data(Factory):
     shuffle: bool = True
     at_end: str = "repeat"
     loader: Loader = Loader()
+    lengths: Lengths | None = None
     collate: Factory | None = None
 
 

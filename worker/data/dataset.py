@@ -144,7 +144,8 @@ POSITIONS_KEPT = 72
 class SampleOrder:
     """The assignment of the samples of `data` to steps. `first_step` is the first that counts: one before it has the first
     samples too, and only shows what they are like. `once`: evaluation, which passes over the data in its order.
-    `origin` (step, sample): that step begins at that sample, counted over all epochs, and the steps behind it follow."""
+    `origin` (step, sample): that step begins at that sample, counted over all epochs, and the steps behind it follow.
+    `ignored_target` is the integer that pads targets."""
 
     data: Data
     seed: int
@@ -153,6 +154,7 @@ class SampleOrder:
     first_step: int = 1
     once: bool = False
     origin: tuple[int, int] | None = None
+    ignored_target: int = -100
 
     @property
     def size(self) -> int:

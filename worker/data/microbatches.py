@@ -7,12 +7,14 @@ Knows no stages.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from worker.data.dataset import SampleOrder, Source, make_collator, make_source
+from worker.contract.profile import FactoryError
+from worker.data.dataset import SampleOrder, Source, is_stream, make_collator, make_dataset, make_source
+from worker.data.padding import LengthSource
 from worker.data.sampler import collate, input_names, sample_row
 from worker.model.pytree import Target, Targets, named_leaves, target_tensors
 from worker.model.rng import derive_seed, seeded
@@ -30,10 +32,13 @@ class BatchSlice:
 
 @dataclass(frozen=True)
 class ReadMicrobatch:
-    """Inputs and targets, and under which names the model takes the inputs (none: by position)."""
+    """Inputs and targets, and under which names the model takes the inputs (none: by position). With data.lengths the
+    `bucket` to which the samples were padded, and the tokens that they had before."""
 
     rows: MicrobatchTensors
     names: tuple[str, ...]
+    bucket: int | None = None
+    tokens: int = 0
 
 
 class Microbatches:
@@ -41,8 +46,14 @@ class Microbatches:
     is one with indices that is there."""
 
     def __init__(self, order: SampleOrder, *, own_loss: bool, with_inputs: bool = False, dataset: Any = None):
-        self.order, self._own_loss, self._with_inputs = order, own_loss, with_inputs
-        self.source: Source = make_source(order, dataset)
+        self._own_loss, self._with_inputs = own_loss, with_inputs
+        self._lengths: LengthSource | None = None
+        if order.data.lengths is not None:
+            self._lengths = _length_source(order, dataset)
+            order = self._lengths.order
+        self.order = order
+        """With data.lengths with the buckets that were chosen."""
+        self.source: Source = self._lengths or make_source(order, dataset)
         self._collator = make_collator(order.data)
 
     def read(self, step: int, microbatch: int, part: BatchSlice) -> ReadMicrobatch:
@@ -51,13 +62,54 @@ class Microbatches:
         size = self.order.size
         share = size // part.workers
         first = part.worker * share
-        if self._collator is None:
+        if self._lengths is not None:
+            bucket = self._lengths.bucket(step, microbatch)
+            read = self._padded(step, microbatch, slice(first, first + share), bucket)
+        elif self._collator is None:
             read = self.stack_samples(self.source.rows(step, microbatch, first, share))
         else:
             read = self._collated(step, microbatch, slice(first, first + share))
         if microbatch == self.order.microbatches - 1:
             self.source.end_step(step)
         return read
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """The lengths to which microbatches are padded, ascending; none where all samples have one shape."""
+        return () if self._lengths is None else self._lengths.buckets
+
+    def examples(self, step: int, part: BatchSlice) -> dict[int, ReadMicrobatch]:
+        """A worker's rows of a microbatch of `step` for each bucket, padded or cut to it: of one that it holds, where there
+        is one."""
+        source, share = self._lengths, self.order.size // part.workers
+        rows = slice(part.worker * share, (part.worker + 1) * share)
+        own = [source.bucket(step, microbatch) for microbatch in range(self.order.microbatches)]
+        found = {}
+        for bucket in source.buckets:
+            held = [microbatch for microbatch, padded in enumerate(own) if padded <= bucket]
+            found[bucket] = self._padded(step, held[-1] if held else 0, rows, bucket)
+        source.end_step(step)
+        return found
+
+    def padded_twice(self, step: int, part: BatchSlice) -> list[ReadMicrobatch]:
+        """A worker's rows of the shortest microbatch of `step`, padded to its bucket and to the longest; none where these
+        are one."""
+        source, share = self._lengths, self.order.size // part.workers
+        if self._lengths is None or source.bucket(step, 0) == source.buckets[-1]:
+            return []
+        rows = slice(part.worker * share, (part.worker + 1) * share)
+        found = [
+            self._padded(step, 0, rows, bucket) for bucket in (source.bucket(step, 0), source.buckets[-1])
+        ]
+        source.end_step(step)
+        return found
+
+    def _padded(self, step: int, microbatch: int, own: slice, bucket: int) -> ReadMicrobatch:
+        source, count = self._lengths, own.stop - own.start
+        samples = source.rows(step, microbatch, own.start, count)
+        read = self.stack_samples([source.padding.fit(sample, bucket) for sample in samples])
+        tokens = sum(source.sample_lengths(step, microbatch, own.start, count))
+        return replace(read, bucket=bucket, tokens=tokens)
 
     def stack_samples(self, samples: list[Any]) -> ReadMicrobatch:
         """Samples, stacked. ValueError where they are not alike."""
@@ -97,3 +149,19 @@ class Microbatches:
                     f"data.collate {name} returned {shape} as {what} for {size} samples: return tensors with a row for each"
                 )
         return ReadMicrobatch((tuple(tensor[own] for tensor in inputs), targets[own]), names)
+
+
+def _length_source(order: SampleOrder, dataset: Any) -> LengthSource:
+    """Raises FactoryError for a stream, ValueError for a job's own collator."""
+    if dataset is None:
+        dataset = make_dataset(order.data, seed=order.seed)
+    if is_stream(dataset):
+        raise FactoryError(
+            f"data {order.data.factory!r} is a stream, and data.lengths sorts the samples of a step, which are asked for by "
+            "index: return a map-style data set, or pad all samples to one length and leave data.lengths out"
+        )
+    if order.data.collate is not None:
+        raise ValueError(
+            "data has lengths and collate, which both make microbatches of samples: leave out one of them"
+        )
+    return LengthSource(order, dataset)

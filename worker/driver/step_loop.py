@@ -174,6 +174,7 @@ class StepLog:
         self._last_step, self._flops, self._every_s, self._now = last_step, flops, every_s, now
         self._due_s = 0.0
         self._steps, self._seconds, self._samples, self._tokens = 0, 0.0, 0, 0
+        self._padded_tokens = 0
 
     def observe(self, record: StepMeasurement, *, first: bool, last: bool) -> None:
         """Take a finished step, and log a line where one is due."""
@@ -181,11 +182,13 @@ class StepLog:
         self._seconds += record.report["step_s"]
         self._samples += record.usage.samples
         self._tokens += record.usage.tokens or 0
+        self._padded_tokens += record.lengths.padded_tokens if record.lengths is not None else 0
         if not (first or last or self._now() >= self._due_s):
             return
         log.info("%s", self.line(record, timed=not first))
         self._due_s = self._now() + self._every_s
         self._steps, self._seconds, self._samples, self._tokens = 0, 0.0, 0, 0
+        self._padded_tokens = 0
 
     def line(self, record: StepMeasurement, *, timed: bool = True) -> str:
         """The line of a step; without rates and the time that is left where its own time is not typical (`timed`)."""
@@ -199,6 +202,8 @@ class StepLog:
         ):
             if value is not None:
                 parts.append(f"{name} {value:.5g}")
+        if self._padded_tokens:
+            parts.append(f"padding {1 - self._tokens / self._padded_tokens:.1%}")
         if timed and self._seconds > 0:
             parts.append(f"{self._samples / self._seconds:,.4g} samples/s")
             if self._tokens:
@@ -266,6 +271,7 @@ class StepPublisher:
         self._step_log, self._tracking = step_log, tracking or RunTracking()
         self._profiled_steps = ProfiledSteps(profile_every_s)
         self._update_skipped = self._without_targets = self._unequal_targets = False
+        self._padding_reported = False
 
     def publish(self, record: StepMeasurement, *, first: bool, last: bool) -> bool:
         """Report a step, and by events what became of its update and where a forward computed again differs; whether its
@@ -290,6 +296,7 @@ class StepPublisher:
         self._report_skipped_update(record)
         self._report_missing_targets(record)
         self._report_unequal_targets(record)
+        self._report_padding(record)
         for difference in record.differences:
             reporter.event("forward_differs", difference)
         return profiled
@@ -314,6 +321,19 @@ class StepPublisher:
             "training.loss_reduction is mean, by which microbatches weigh alike: if the loss is a mean over the other "
             "targets, the step is not that of the whole batch. Set training.loss_reduction to tokens, or to microbatches "
             "where each shall be a batch of its own; said once",
+        )
+
+    def _report_padding(self, record: StepMeasurement) -> None:
+        if (lengths := record.lengths) is None or self._padding_reported:
+            return
+        self._padding_reported = True
+        longest = max(lengths.buckets)
+        to_longest = lengths.padded_tokens / sum(lengths.buckets) * longest * len(lengths.buckets)
+        self._reporter.event(
+            "padding",
+            f"step {record.report['step']}: {1 - lengths.tokens / lengths.padded_tokens:.1%} of its tokens are padding, "
+            f"with microbatches of {', '.join(map(str, lengths.buckets))}; all of {longest} long, "
+            f"{1 - lengths.tokens / to_longest:.1%} would be. Tokens per second are those of samples; said once",
         )
 
     def _report_skipped_update(self, record: StepMeasurement) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from worker.actor.step_result import WorkerStep
+from worker.actor.step_result import StepLengths, WorkerStep
 from worker.contract.failures import AttemptFailure
 from worker.contract.program import FINAL_OPS, SEND_OPS, MeasuredSlot
 from worker.contract.reasons import Reason
@@ -187,7 +187,8 @@ class StepMeasurement:
     """`report` is a `steps` item, `timeline` a `timelines` item of a report to the control plane; `usage`, `scaling` and
     `gpus`, by mesh and worker and only where they were read after this step, are for Prometheus. `differences`:
     forwards that came out otherwise when they were computed again. `without_targets`: nothing in the step was a target.
-    `ignored_targets`: the fewest and the most ignored targets of a microbatch of a worker, where they weigh alike."""
+    `ignored_targets`: the fewest and the most ignored targets of a microbatch of a worker, where they weigh alike.
+    `lengths`: the lengths of the step over the workers of a mesh, where samples have unequal ones."""
 
     report: dict[str, Any]
     timeline: dict[str, Any]
@@ -197,6 +198,7 @@ class StepMeasurement:
     differences: Sequence[str] = ()
     without_targets: bool = False
     ignored_targets: tuple[int, int] = (0, 0)
+    lengths: StepLengths | None = None
 
 
 def measure_step(
@@ -235,6 +237,8 @@ def measure_step(
     summary = summarise(slots)
     losses = [loss for result in results for loss in result.losses]
     length = _first_known(result.tokens_per_sample for result in results)
+    lengths = _step_lengths([[results[rank].lengths for rank in own] for own in ranks.values()])
+    tokens = None if length is None else samples * length
     ignored = [count for result in results for count in result.ignored_targets] or [0]
     unix, monotonic = clock
     started_at = unix + (start - monotonic)
@@ -267,7 +271,7 @@ def measure_step(
             step_s=step_s,
             workers=workers,
             samples=samples,
-            tokens=None if length is None else samples * length,
+            tokens=tokens if lengths is None else lengths.tokens,
         ),
         scaling=step_scaling(results),
         gpus={
@@ -284,6 +288,25 @@ def measure_step(
         ],
         without_targets=bool(losses) and sum(result.without_targets for result in results) == len(losses),
         ignored_targets=(min(ignored), max(ignored)),
+        lengths=lengths,
+    )
+
+
+def _step_lengths(of_meshes: Sequence[Sequence[StepLengths | None]]) -> StepLengths | None:
+    """The lengths of a step, whose samples every mesh reads: its buckets, and the tokens of all workers of a mesh. Raises
+    AttemptFailure DATA_FAILED where workers saw other lengths than others."""
+    known = [[lengths for lengths in of_mesh if lengths is not None] for of_mesh in of_meshes]
+    if not known[0]:
+        return None
+    sums = {(sum(one.tokens for one in of_mesh), *(one.buckets for one in of_mesh)) for of_mesh in known}
+    buckets = known[0][0].buckets
+    if len(sums) > 1 or any(one.buckets != buckets for of_mesh in known for one in of_mesh):
+        raise AttemptFailure(
+            Reason.DATA_FAILED,
+            "workers read samples of other lengths than others: return the same sample for an index and step everywhere",
+        )
+    return StepLengths(
+        buckets, sum(one.tokens for one in known[0]), sum(one.padded_tokens for one in known[0])
     )
 
 

@@ -328,12 +328,14 @@ class Trainer:
         return snapshot_shortfall(found, self._snapshot_rooms, gang=self._gang, device=self._attempt.device)
 
     def _replanner(self, planned: PlannedJob) -> Replanner | None:
-        """None for a job that keeps its plan: it says so, its plan was saved, it has one mesh, or it runs on CUDA, where
-        another program would load kernels within a step."""
+        """None for a job that keeps its plan: it says so, its plan was saved, it has one mesh, its microbatches have unequal
+        lengths, of which plans know the longest, or it runs on CUDA, where another program would load kernels within a step.
+        """
         if (
             self._job.pipeline.replan == "off"
             or planned.saved_plan is not None
             or self._job.meshes == 1
+            or self._job.data.lengths is not None
             or self._attempt.device == "cuda"
         ):
             return None
@@ -348,7 +350,10 @@ class Trainer:
         )
 
     def _model_flops(self, planned: PlannedJob) -> ModelFlops | None:
-        """The FLOPs of a step, and the peak FLOP/s of all accelerators on CUDA; None where a layer was not counted."""
+        """The FLOPs of a step, and the peak FLOP/s of all accelerators on CUDA; None where a layer was not counted, or
+        microbatches have unequal lengths."""
+        if self._job.data.lengths is not None:
+            return None
         gang, profiles = self._gang, self._planner.profiles
         step = step_flops(
             [(address.mesh, own) for address, own in zip(gang.addresses, profiles, strict=True)],

@@ -10,7 +10,8 @@ stays outside of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,12 @@ class ReceiveBuffers:
         ]
         self._memory = {tensor.untyped_storage().data_ptr() for tensor in self.tensors}
 
+    def views(self, instruction: int, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+        """The buffer of an instruction, its begin as a tensor of each of `shapes`, none of which is larger."""
+        buffer = self.tensors[self.buffer_of[instruction]]
+        flat = buffer.view(-1)
+        return [buffer if shape == buffer.shape else flat[: math.prod(shape)].view(shape) for shape in shapes]
+
     def contains(self, tensor: torch.Tensor) -> bool:
         """True where the memory of `tensor` is a receive buffer."""
         return tensor.untyped_storage().data_ptr() in self._memory
@@ -56,17 +63,17 @@ class ReceiveBuffers:
 class Actions:
     """The actions of one mesh.
 
-    `runners` are by stage.
+    `runners` are by stage, `routes` the transfers: the longest first, then those of each shorter length, with the same keys.
     """
 
     def __init__(
         self,
         program: LoweredProgram,
         *,
-        routes: Mapping[int, Route],
+        routes: Sequence[Mapping[int, Route]],
         buffers: ReceiveBuffers,
         state: StepState,
-        runners: Mapping[int, StageRunner],
+        runners: Sequence[Mapping[int, StageRunner]],
         update: ModelUpdate,
         transport: Transport,
         reshardings: Reshardings,
@@ -97,13 +104,7 @@ class Actions:
             return lambda: self._update.reduce(list(self._state.losses.values()))
         if instruction.op == "STEP":
             return self._step
-        runner, microbatch = self._runners[instruction.stage], instruction.microbatch
-        run = {
-            "F": runner.forward,
-            "B": runner.backward,
-            "I": runner.backward_input,
-            "W": runner.backward_weight,
-        }[instruction.op]
+        microbatch, run = instruction.microbatch, self._run(instruction)
         drops = [self._drop(self._program[send]) for send in self._releases.get(index, ())]
         if not drops:
             return lambda: run(microbatch)
@@ -115,6 +116,13 @@ class Actions:
 
         return action
 
+    def _run(self, instruction: Instruction) -> Callable[[int], None]:
+        """The method of the runner for the length of the microbatch."""
+        method = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
+        runs = [getattr(runners[instruction.stage], method[instruction.op]) for runners in self._runners]
+        state = self._state
+        return runs[0] if len(runs) == 1 else lambda microbatch: runs[state.length_of(microbatch)](microbatch)
+
     def _drop(self, sent: Instruction) -> Callable[[], Any]:
         key = (sent.edge, sent.microbatch)
         if sent.op == "SEND_F":
@@ -124,7 +132,7 @@ class Actions:
     def _send(self, instruction: Instruction) -> Action:
         key = (instruction.edge, instruction.microbatch)
         backward = instruction.op == "SEND_B"
-        if backward and not self._routes[instruction.edge].differentiable:
+        if backward and not self._routes[0][instruction.edge].differentiable:
             return _no_transfer
         tag = transfer_tag(instruction.edge, backward, instruction.microbatch, self._microbatches)
         peer, state = instruction.peer, self._state
@@ -149,12 +157,13 @@ class Actions:
         key = (instruction.edge, instruction.microbatch)
         backward = instruction.op == "RECV_B"
         tag = transfer_tag(instruction.edge, backward, instruction.microbatch, self._microbatches)
-        buffer = self._buffers.tensors[number]
+        buffers = self._buffers.views(index, [routes[instruction.edge].shape for routes in self._routes])
         peer, state = instruction.peer, self._state
         resharded = (instruction.edge, backward) in self._reshardings
 
         def action() -> Finish | None:
             # The write bypasses autograd: say so, and a backward that still needs the old tensor raises.
+            buffer = buffers[state.length_of(key[1])]
             torch.autograd.graph.increment_version(buffer)
             received = state.received_gradients if backward else state.received
             if resharded:

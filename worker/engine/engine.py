@@ -8,6 +8,7 @@ any thread. Must not know schedules, Ray or the control plane.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from worker.engine.lowering import (
     LoweredProgram,
     check_batch,
     check_exchange,
+    check_shorter_stages,
     check_stages,
     lower_program,
     order_of_sums,
@@ -37,7 +39,14 @@ from worker.engine.optim.reduce_and_step import UpdateResult, UpdateSettings, bu
 from worker.engine.optim.zero1 import make_update
 from worker.engine.reshardings import Reshardings, check_resharding_plans
 from worker.engine.results import RunOptions, StepResult, slot_limits
-from worker.engine.routes import Route, directed_pairs, find_routes, transfer_tag, wire_stage
+from worker.engine.routes import (
+    Route,
+    StageWiring,
+    directed_pairs,
+    find_routes,
+    transfer_tag,
+    wire_stage,
+)
 from worker.engine.spot_check import ForwardCheck, choose_spot
 from worker.engine.stage import StageRunner
 from worker.engine.stage_io import ComputeSettings, LossValue, StageObserver, StepState
@@ -107,6 +116,17 @@ def label_slot_time(
     )
 
 
+def _make_runner(
+    module: nn.Module,
+    wiring: StageWiring,
+    *,
+    state: StepState,
+    settings: ComputeSettings,
+    program: MeshProgram,
+) -> StageRunner:
+    return StageRunner(wiring, module, state, settings, recompute=program.recomputed.get(wiring.stage))
+
+
 # How often a running step is looked at: limits, failures of others, progress to publish.
 _POLL_S = 0.25
 # How long lanes may take to end after an abort.
@@ -169,6 +189,7 @@ class Engine:
         self._transport = collectives.transport
         self._mesh_of_stage = tuple(stages.mesh_of_stage)
         self._routes = find_routes(stages.edges, self._mesh_of_stage)
+        check_shorter_stages(self._mesh, stages, program, self._options)
         check_stages(self._mesh, program.instructions, stages.modules)
         check_resharding_plans(
             program.reshardings, self._routes, collectives.topology, training=self._training
@@ -199,16 +220,23 @@ class Engine:
             )
             for index, module in stages.modules.items()
         }
-        self.runners = {
-            index: StageRunner(
-                wiring,
-                module,
-                self._state,
-                settings,
-                recompute=program.recomputed.get(index),
+        run = functools.partial(_make_runner, state=self._state, settings=settings, program=program)
+        self.runners = {index: run(module, wiring) for index, (module, wiring) in self.stages.items()}
+        self._routes_by_length = [self._routes]
+        self._runners_by_length = [self.runners]
+        for of_length in stages.shorter:
+            edges = of_length.edges
+            routes = find_routes(edges, self._mesh_of_stage)
+            self._routes_by_length.append(routes)
+            self._runners_by_length.append(
+                {
+                    index: run(
+                        module,
+                        wire_stage(index, module.inputs, module.outputs, edges, self._mesh_of_stage, routes),
+                    )
+                    for index, module in of_length.modules.items()
+                }
             )
-            for index, (module, wiring) in self.stages.items()
-        }
         self._reshardings = Reshardings(
             program.reshardings,
             self._transport,
@@ -252,9 +280,11 @@ class Engine:
         step: int,
         inputs: Sequence[tuple[torch.Tensor, ...]],
         targets: Sequence[torch.Tensor] | None = None,
+        lengths: Sequence[int] = (),
     ) -> StepResult:
         """Run the program once. `inputs[m]`: all model inputs of microbatch m; `targets[m]` is needed where
-        the model's output is. Raises an EngineError, after which the engine can only be closed."""
+        the model's output is. `lengths[m]` is 0, or the number (from 1) of the shorter stages that run microbatch m.
+        Raises an EngineError, after which the engine can only be closed."""
         if self._lanes is None:
             raise EngineError("the engine is not connected: call connect() before run_step()")
         if self._dead is not None:
@@ -266,7 +296,7 @@ class Engine:
                     self._warm_up(step, inputs, targets)
                 self._rehearse(step)
             inputs, targets = batch_on_device(inputs, targets, self._device)
-            self._begin(step, inputs, targets)
+            self._begin(step, inputs, targets, lengths)
             check = self._spot_check(step)
             started = time.monotonic()
             if started - self._watch.published_s > _POLL_S:
@@ -350,8 +380,9 @@ class Engine:
 
     def observe(self, observer: StageObserver | None) -> None:
         """Report to `observer` from now on what the stages do; None ends it."""
-        for runner in self.runners.values():
-            runner.observe(observer)
+        for runners in self._runners_by_length:
+            for runner in runners.values():
+                runner.observe(observer)
 
     def muted(self) -> contextlib.AbstractContextManager[None]:
         """A context in whose body nothing is sent, received or summed."""
@@ -420,10 +451,10 @@ class Engine:
         actions = Actions(
             lowered,
             reshardings=self._reshardings,
-            routes=self._routes,
+            routes=self._routes_by_length,
             buffers=buffers,
             state=self._state,
-            runners=self.runners,
+            runners=self._runners_by_length,
             update=self._update,
             transport=self._transport,
         )
@@ -500,11 +531,12 @@ class Engine:
             for i in self._program
         ]
 
-    def _begin(self, step, inputs, targets) -> None:
+    def _begin(self, step, inputs, targets, lengths=()) -> None:
         """Forget the last step and take the batch of this one."""
-        self._state.begin(step, inputs, targets)
-        for runner in self.runners.values():
-            runner.reset()
+        self._state.begin(step, inputs, targets, lengths)
+        for runners in self._runners_by_length:
+            for runner in runners.values():
+                runner.reset()
         self._update.begin()
         self._collectives.log.begin()
 
@@ -518,7 +550,8 @@ class Engine:
         spot = choose_spot(seed, self._first_step, until, len(self._mesh_of_stage), self._microbatches)
         if spot is None or spot.step != step or spot.stage not in self.runners:
             return None
-        return self.runners[spot.stage].check_forward(spot)
+        runners = self._runners_by_length[self._state.length_of(spot.microbatch)]
+        return runners[spot.stage].check_forward(spot)
 
     def _warm_up(self, step, inputs, targets) -> None:
         snapshot = StateSnapshot(

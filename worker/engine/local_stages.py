@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from worker.engine.routes import Edge
+from worker.model.stages import LengthStages
 from worker.parallel.tensor.shards import TensorParallelShards
 
 
@@ -21,7 +22,8 @@ class LocalStages:
     """The `modules` of one mesh by the number of their stage.
 
     `tied` has the stages that use each tied parameter, by its original name; `tensor` is this worker's shards of the
-    parameters that tensor parallelism splits.
+    parameters that tensor parallelism splits. `shorter` are the same stages for microbatches of other lengths, on the same
+    parameters, with edges in the same order.
     """
 
     modules: Mapping[int, nn.Module]
@@ -29,6 +31,7 @@ class LocalStages:
     edges: Sequence[Edge] = ()
     tied: Mapping[str, Sequence[int]] = field(default_factory=dict)
     tensor: TensorParallelShards | None = None
+    shorter: Sequence[LengthStages] = ()
 
     @property
     def have_output(self) -> bool:

@@ -17,6 +17,8 @@ import torch
 from worker.contract.buckets import Gradient, with_buckets
 from worker.contract.planned import MeshProgram
 from worker.contract.program import COMPUTE_OPS, FINAL_OPS, SEND_OPS, Instruction, Program
+from worker.engine.local_stages import LocalStages
+from worker.engine.results import RunOptions
 from worker.engine.routes import Route
 
 
@@ -39,6 +41,22 @@ def check_batch(
         raise ValueError(f"run_step got {len(inputs)} microbatches, the program has {microbatches}")
     if needs_targets and (targets is None or len(targets) != microbatches):
         raise ValueError(f"run_step needs {microbatches} targets where the model's output is")
+
+
+def check_shorter_stages(mesh: str, stages: LocalStages, program: MeshProgram, options: RunOptions) -> None:
+    """ValueError where stages of several lengths would run what knows one length only."""
+    if not stages.shorter:
+        return
+    if options.device != "cpu":
+        raise ValueError(
+            f"mesh {mesh} has stages of several lengths (data.lengths) and runs on {options.device}, where kernels are "
+            "loaded for one length only: train on cpu, or pad every sample to one length"
+        )
+    if program.reshardings or options.tensor > 1 or options.sync_batch_norm:
+        raise ValueError(
+            f"mesh {mesh} has stages of several lengths (data.lengths), and heterogeneous meshes, tensor parallelism and "
+            "training.sync_batch_norm know one length only: leave them out, or pad every sample to one length"
+        )
 
 
 def _methods(program: MeshProgram) -> str:

@@ -53,7 +53,8 @@ class StepState:
     """The tensors of the step in flight, which the actions of one mesh hand to each other.
 
     Keys end with the microbatch. Every entry is made by one action and taken by one that the program
-    orders after it, so no lock is needed. Tensors of `received*` lie in pooled buffers.
+    orders after it, so no lock is needed. Tensors of `received*` lie in pooled buffers. `lengths` has for each microbatch
+    0, or the number (from 1) of the shorter stages that run it; empty: all run the same ones.
     """
 
     step: int = 0
@@ -70,15 +71,18 @@ class StepState:
     metrics: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     weights: list[float] | None = None
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    lengths: Sequence[int] = ()
 
     def begin(
         self,
         step: int,
         inputs: Sequence[tuple[torch.Tensor, ...]],
         targets: Sequence[torch.Tensor] | None,
+        lengths: Sequence[int] = (),
     ) -> None:
         """Forget the last step and take the batch of this one."""
         self.step, self.inputs, self.targets, self.weights = step, inputs, targets, None
+        self.lengths = lengths
         for left in (
             self.received,
             self.received_gradients,
@@ -92,6 +96,10 @@ class StepState:
             self.outputs,
         ):
             left.clear()
+
+    def length_of(self, microbatch: int) -> int:
+        """The number of the stages that run a microbatch: 0 are the longest."""
+        return self.lengths[microbatch] if self.lengths else 0
 
     def losses_in_order(self) -> list[float]:
         """The losses by microbatch; on CUDA the host waits, once for all."""

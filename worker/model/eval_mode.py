@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from worker.contract.profile import CutError, TraceError, resolve_stage_starts
 from worker.model.export import TracedModel, trace
 from worker.model.pytree import TreeSpec
-from worker.model.stages import StageEdge, StageModule
+from worker.model.stages import StageEdge, StageModule, trained_tensors
 
 
 @contextlib.contextmanager
@@ -172,7 +172,7 @@ def evaluation_stages(
     """
     builder = traced.builder(_start_indices(traced, stage_starts))
     found = EvaluationStages({}, builder.edges(), builder.tied(), tree_spec=traced.tree_spec)
-    held = _trained_tensors(trained.values())
+    held = trained_tensors(trained.values())
     changed = {s.tensor_names[local] for s in trained.values() for local in s.updated_buffers}
     for index in trained:
         stage = share(builder.stage(index))
@@ -186,19 +186,6 @@ def evaluation_stages(
 
 def _start_indices(traced: TracedModel, stage_starts: Sequence[str]) -> set[int]:
     return {traced.layers.index(name) for name in stage_starts}
-
-
-def _trained_tensors(stages: Iterable[StageModule]) -> dict[str, Tensor]:
-    """The tensors that training changes or a checkpoint holds, by original name: constants of two graphs may share
-    a name."""
-    held = {}
-    for stage in stages:
-        kept = {*stage.original_names, *stage.updated_buffers}
-        for local, name in stage.tensor_names.items():
-            if local in kept:
-                owner, _, attribute = local.rpartition(".")
-                held[name] = getattr(stage.get_submodule(owner), attribute)
-    return held
 
 
 def _tie_to_trained(

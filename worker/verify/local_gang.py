@@ -86,7 +86,7 @@ def _at_once(function: Callable[[Any], Any], workers: Sequence[Any]) -> list[Any
 class LocalGang:
     """The workers of a job, loaded with a plan; a context that closes them. Of `prepared` ones the first traces for all;
     `notes` is what its check has to tell, `look` is given what it traced, before it is cut, also for meshes of other sizes
-    in their order, and `evaluation` makes the programs of evaluations by mesh."""
+    and for other lengths in their order, and `evaluation` makes the programs of evaluations by mesh."""
 
     def __init__(
         self,
@@ -106,6 +106,8 @@ class LocalGang:
             worker.take_graph(first.graph(sizes[worker.mesh]), planned.microbatches)
             worker.trace(planned.microbatches)  # nothing to do, unless the graph could not be sent
         for traced in first.model.traced_for_other_sizes:
+            look(traced)
+        for traced in first.model.traced_for_other_lengths:
             look(traced)
         first.check_batch_sharding(planned.stage_starts, [sizes[mesh] for mesh in planned.mesh_of_stage])
         edges = first.evaluation_edges(planned.stage_starts) if evaluation else ()

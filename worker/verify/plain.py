@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,7 +19,14 @@ from torch import Tensor, nn
 
 from worker.actor.loss import takes_inputs
 from worker.actor.model_host import build_job_model
-from worker.actor.optimizer import make_loss, make_optimizer, make_schedule, target_counter
+from worker.actor.optimizer import (
+    IGNORED_TARGET,
+    ignored_target,
+    make_loss,
+    make_optimizer,
+    make_schedule,
+    target_counter,
+)
 from worker.checkpoint.format import load_checkpoint
 from worker.checkpoint.sources import fill_model
 from worker.checks.loss_reduction import (
@@ -85,6 +93,14 @@ class BatchLoss:
         return is_loss_of_batch(self.apart, self.together, self.parts, self.tolerance)
 
 
+InputShapes = tuple[tuple[int, ...], ...]
+
+
+def input_shapes(inputs: Sequence[Tensor]) -> InputShapes:
+    """The shapes of a microbatch's inputs, by which traces for other lengths are known."""
+    return tuple(tuple(tensor.shape) for tensor in inputs)
+
+
 class NotComparableError(Exception):
     """The loss of a batch cannot be compared with those of its microbatches, for the reason that it says."""
 
@@ -110,15 +126,19 @@ class PlainModel:
         *,
         workers: int | None = None,
         of_meshes: Sequence[MeshRngOp] = (),
+        calls_of_shapes: Mapping[InputShapes, Sequence[RngOp]] = MappingProxyType({}),
     ) -> None:
         """`workers`: how many share a microbatch where the loss is; `of_meshes` are the calls where meshes have different
-        sizes."""
+        sizes, `calls_of_shapes` those for inputs of other lengths."""
         training = job.training
         self._job, self._calls, self._probes = job, calls, probes
-        self._of_meshes = of_meshes
+        self._of_meshes, self._calls_of_shapes = of_meshes, calls_of_shapes
         self._microbatches, self._workers = microbatches, workers or job.max_dp_size
         own_loss = job.loss is None
-        order = SampleOrder(job.data, training.seed, training.global_batch, microbatches)
+        ignored = IGNORED_TARGET if own_loss else ignored_target(job.loss)
+        order = SampleOrder(
+            job.data, training.seed, training.global_batch, microbatches, ignored_target=ignored
+        )
         self._data = Microbatches(order, own_loss=own_loss, with_inputs=takes_inputs(job.loss))
         built = build_job_model(job)
         self.model = built.model
@@ -275,7 +295,8 @@ class PlainModel:
         key = RngKey(self._job.training.seed, worker, step, microbatch)
         # for what draws outside of the graph, so that a proof repeats
         with seeded(derive_seed(self.seed, "plain", worker, step, microbatch)), mark_checkpoint_regions():
-            with self._autocast(), replay_rng(self.model, self._calls, key, shared=self._shared_draws(key)):
+            calls = self._calls_of_shapes.get(input_shapes(inputs), self._calls)
+            with self._autocast(), replay_rng(self.model, calls, key, shared=self._shared_draws(key)):
                 output = self.model(*inputs)
             returned = output if isinstance(output, tuple) else (output,)
             made = [self._probes.of(one) for one in returned]

@@ -44,7 +44,7 @@ from worker.verify.locate import (
     first_different_forward,
     with_tensors,
 )
-from worker.verify.plain import PlainModel, PlainStep
+from worker.verify.plain import InputShapes, PlainModel, PlainStep, input_shapes
 from worker.verify.recorder import Probes, RecordedStep, Recorder
 from worker.verify.rng_replay import mesh_rng_ops
 from worker.verify.shared_parts import check_batch_loss, check_resumed_stream
@@ -120,12 +120,15 @@ def prove(
 
     with LocalGang(workers, planned, look=look) as gang:
         proof.notes += gang.notes
-        plain = _make_plain_model(job, planned, gang, calls, probes)
+        sizes = len({*job.dp_sizes})  # behind them stand the traces for other lengths
+        of_lengths = {input_shapes(one.example_inputs): one for one in traces[sizes:]}
+        shaped_calls = dict(zip(of_lengths, calls[sizes:], strict=True))
+        plain = _make_plain_model(job, planned, gang, calls[:sizes], probes, shaped_calls)
         if resume is not None:
             gang.call(lambda worker: worker.restore(resume))
             with attributed_to(Reason.CHECKPOINT_FAILED):
                 plain.restore(resume)
-        run = _ProofRun(gang, plain, job, planned, traces, proof, probes)
+        run = _ProofRun(gang, plain, job, planned, (traces[:sizes], of_lengths), proof, probes)
         traces.clear()
         try:
             compare_initial(plain.parameters, plain.buffers[0], run.holders, proof.worst)
@@ -149,10 +152,11 @@ def _make_plain_model(
     gang: LocalGang,
     calls: Sequence[list[RngOp]],
     probes: Probes,
+    calls_of_shapes: Mapping[InputShapes, Sequence[RngOp]],
 ) -> PlainModel:
     """With the rows of the workers that have the loss; `calls` are those of each size of a mesh, in their order."""
     if len({*job.dp_sizes}) == 1:
-        return PlainModel(job, planned.microbatches, calls[0], probes)
+        return PlainModel(job, planned.microbatches, calls[0], probes, calls_of_shapes=calls_of_shapes)
     for worker in gang.workers:
         for index, stage in sorted(worker.stages.items()):
             if stage.updated_buffers:
@@ -212,22 +216,24 @@ class _ProofRun:
         plain: PlainModel,
         job: Job,
         planned: PlannedJob,
-        traces: Sequence[TracedModel],
+        traces: tuple[Sequence[TracedModel], Mapping[InputShapes, TracedModel]],
         proof: Proof,
         probes: Probes,
     ) -> None:
-        """`traces` are those of each size of a mesh, in their order."""
+        """`traces` are those of each size of a mesh, in their order, and those for other lengths."""
+        of_sizes, of_shapes = traces
         self._gang, self._plain, self._job, self._proof = gang, plain, job, proof
         self._probes = probes
+        place = planned.stage_starts, planned.mesh_of_stage, _dp_sizes(job)
+        tensors = _tensors(plain.model)  # in place of the initial values
+        by_size = dict(zip(dict.fromkeys(job.dp_sizes), of_sizes, strict=True))
         self._traced = TracedStages(
-            {
-                size: with_tensors(traced, _tensors(plain.model))  # without the initial values
-                for size, traced in zip(dict.fromkeys(job.dp_sizes), traces, strict=True)
-            },
-            planned.stage_starts,
-            planned.mesh_of_stage,
-            _dp_sizes(job),
+            {size: with_tensors(traced, tensors) for size, traced in by_size.items()}, *place
         )
+        self._traced_of_shapes = {
+            shapes: TracedStages({job.max_dp_size: with_tensors(traced, tensors)}, *place)
+            for shapes, traced in of_shapes.items()
+        }
         self._tolerance = _tolerance(plain)
         self.holders = [_worker_state(worker) for worker in gang.workers]
         self._recorders = [
@@ -255,12 +261,15 @@ class _ProofRun:
         expected = self._plain_step(step)
 
         def located(worker: int, microbatch: int) -> str:
+            if self._traced_of_shapes and buffers[worker]:
+                return "any of its forwards, which are not tried alone where stages of several lengths have buffers"
+            shapes = input_shapes(plain.rows(step, worker, microbatch)[0])
             return first_different_forward(
                 plain,
                 expected,
                 pipeline.record,
                 self._probes,
-                self._traced,
+                self._traced_of_shapes.get(shapes, self._traced),
                 buffers=buffers[worker],
                 at=(worker, step, microbatch),
                 tolerance=self._tolerance.values,

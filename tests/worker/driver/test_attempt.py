@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from unequal_texts import unequal_job
 
 from service.orchestrator.planning.work import RunningJob, shorter_plan
 from service.scheduler.planner import compile_kernels
@@ -17,6 +18,7 @@ from tests.worker.actor.test_actor import job, plain
 from tests.worker.driver.control_plane import ControlPlane
 from tests.worker.driver.local_attempt import run_attempt
 from tests.worker.driver.test_replanning import poor_answer
+from tests.worker.workers import Workers
 from worker.checkpoint import format as checkpoint_format
 from worker.data.sampler import collate
 from worker.driver.limits import Limits
@@ -92,6 +94,19 @@ def test_a_job_that_begins_from_another_ones_checkpoint_goes_on_with_the_losses_
         in events
     )
     assert [one["step"] for report in second.reports for one in report["evaluations"]] == [3, 6]
+
+
+@pytest.mark.slow
+def test_an_attempt_with_microbatches_of_unequal_lengths_trains_and_tells_their_padding(tmp_path):
+    spec = unequal_job(stages=3, buckets="auto", checkpoint={"uri": str(tmp_path), "every_steps": 2})
+    spec["training"]["steps"] = 4
+    plane, code = run_attempt(spec)
+    assert code == 0, plane.reports[-1]
+    with Workers(spec) as run:
+        assert [step["loss"] for step in plane.steps] == pytest.approx(run.losses(range(1, 5)), rel=1e-5)
+    events = [event["message"] for report in plane.reports for event in report["events"]]
+    assert any("microbatches are padded to" in message for message in events)
+    assert any("of its tokens are padding, with microbatches of" in message for message in events)
 
 
 @pytest.mark.slow

@@ -7,17 +7,19 @@ import logging
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from unequal_texts import unequal_job
 
 from tests.polling import until
 from tests.tiers import some_by_day
 from tests.worker.actor.test_actor import job
 from tests.worker.driver.fake_gang import FakeGang
 from tests.worker.workers import Workers
+from worker.actor.step_result import StepLengths
 from worker.checkpoint import format as checkpoint_format
 from worker.contract.failures import AttemptFailure, first_cause
 from worker.contract.job import CheckpointPolicy, Job
@@ -458,6 +460,24 @@ def test_the_log_has_a_line_every_few_seconds_with_rates_of_the_steps_since_the_
         f"step 4/100  {fields}  8 samples/s  320 tokens/s  mfu 25.0 %  0:03:12 left",
         f"step 7/100  {fields}  8 samples/s  320 tokens/s  mfu 25.0 %  0:03:06 left",
         f"step 10/100  {fields}  8 samples/s  320 tokens/s  mfu 25.0 %  0:03:00 left",
+    ]
+
+
+def test_the_log_tells_the_share_of_padding_since_the_last_line():
+    log, lengths = StepLog(4, every_s=0.0), StepLengths((8, 64), 640, 1000)
+    log.observe(replace(measured(1, 2.0), lengths=lengths), first=True, last=False)
+    log._padded_tokens, log._tokens, log._seconds, log._samples, log._steps = 1000, 640, 2.0, 16, 1
+    line = log.line(replace(measured(2, 2.0), lengths=lengths))
+    assert "padding 36.0%  8 samples/s  320 tokens/s" in line
+
+
+@pytest.mark.slow
+def test_the_padding_of_the_first_step_is_told_once_beside_that_of_the_longest():
+    heard = train(unequal_job(), 3)
+    events = [message for kind, message in heard.events if kind == "padding"]
+    assert events == [
+        "step 1: 36.0% of its tokens are padding, with microbatches of 7, 7, 11, 19, 37; all of 37 long, 72.0% would be. "
+        "Tokens per second are those of samples; said once"
     ]
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from worker.actor.step_result import WorkerStep
+from worker.actor.step_result import StepLengths, WorkerStep
+from worker.contract.failures import AttemptFailure
 from worker.contract.program import MeasuredSlot
+from worker.contract.reasons import Reason
 from worker.driver.step_measurement import ClockOffset, measure_step
 from worker.machine.telemetry import GpuUsage
 
@@ -19,6 +21,34 @@ def slot(lane, action, start, end, stage=0, **fields):
 
 def result(slots, losses=(), **fields):
     return WorkerStep(slots, list(losses), **fields)
+
+
+def measured_lengths(of_workers):
+    """The lengths of a step of two meshes of two workers."""
+    return measure_step(
+        step=3,
+        workers={"m0": 2, "m1": 2},
+        stage_names=["front", "back"],
+        results=[result([slot("compute", "F", 1.0, 2.0)], lengths=lengths) for lengths in of_workers],
+        offsets=[ClockOffset(0.0, 0.0)] * 4,
+        step_s=1.0,
+        clock=(0.0, 0.0),
+        samples=8,
+    )
+
+
+def test_tokens_of_unequal_lengths_are_those_of_the_workers_of_one_mesh():
+    mesh = [StepLengths((4, 8), 11, 24), StepLengths((4, 8), 13, 24)]
+    record = measured_lengths([*mesh, *mesh])
+    assert record.lengths == StepLengths((4, 8), 24, 48) and record.usage.tokens == 24
+
+
+@pytest.mark.parametrize("other", [StepLengths((4, 16), 13, 24), StepLengths((4, 8), 14, 24)])
+def test_workers_that_saw_other_lengths_than_others_end_the_attempt(other):
+    mesh = [StepLengths((4, 8), 11, 24), StepLengths((4, 8), 13, 24)]
+    with pytest.raises(AttemptFailure, match="read samples of other lengths than others") as caught:
+        measured_lengths([*mesh, mesh[0], other])
+    assert caught.value.reason is Reason.DATA_FAILED
 
 
 def test_a_step_of_two_meshes_of_two_workers_on_clocks_of_their_own():

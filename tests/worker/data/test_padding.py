@@ -1,0 +1,313 @@
+"""Samples of unequal lengths: the same ones in microbatches of like length, padded to a bucket."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unequal_texts import LONGEST, Texts, text_length, unequal_job
+
+from worker.actor.batch_feed import Batches
+from worker.contract.failures import AttemptFailure
+from worker.contract.job import Data, Job, Lengths
+from worker.contract.reasons import Reason
+from worker.data.dataset import SampleOrder
+from worker.data.microbatches import BatchSlice, Microbatches
+from worker.data.padding import MAX_AUTO_BUCKETS, choose_buckets
+from worker.data.sampler import BatchSampler
+
+
+class OfLengths:
+    """Samples of given lengths, each token the index of its sample, which is never 0."""
+
+    def __init__(self, lengths: list[int]):
+        self._lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __getitem__(self, index: int) -> Any:
+        tokens = torch.full((self._lengths[index],), index + 1)
+        return tokens, tokens
+
+
+class Parts:
+    """Samples with a mask, places, a vector of its own and a class; `odd` has a place too few, by its `what`."""
+
+    def __init__(self, odd: int = -1, what: str = "place_ids", dtype: str = "int64"):
+        self._odd, self._what, self._dtype = odd, what, dtype
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        length = 2 + index % 7
+        sample = {
+            "attention_mask": torch.ones(length, dtype=torch.bool),
+            "input_ids": np.arange(1, length + 1),
+            "labels": torch.arange(length).to(getattr(torch, self._dtype)),
+            "place_ids": list(range(1, length + 1)),
+            "vector": torch.ones(9),
+        }
+        if index == self._odd:
+            sample[self._what] = sample[self._what][:-1]
+        return sample
+
+
+class Stream:
+    """Samples one after the other."""
+
+    def __iter__(self) -> Any:
+        return iter(Texts())
+
+
+def microbatches(
+    dataset: Any, *, batch: int, count: int, buckets: Any = "auto", **order: Any
+) -> Microbatches:
+    data = Data("unequal_texts:Texts", lengths=Lengths(buckets=buckets))
+    return Microbatches(SampleOrder(data, 5, batch, count, **order), own_loss=False, dataset=dataset)
+
+
+def job_of(factory: str = "unequal_texts:Texts", lengths: dict | None = None, **data: Any) -> Job:
+    spec = unequal_job()
+    spec["data"] = {"factory": factory, "lengths": lengths or {}, **data}
+    return Job.from_json(spec)
+
+
+def batches_of(job: Job, worker: int = 0, workers: int = 1) -> Batches:
+    return Batches(job, worker=worker, workers_per_mesh=workers, microbatches=5)
+
+
+LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=60)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=LENGTHS,
+    count=st.integers(1, 5),
+    rows=st.integers(1, 3),
+    workers=st.integers(1, 3),
+    data=st.data(),
+)
+def test_a_step_has_its_samples_each_once_in_equal_rows_of_like_length(lengths, count, rows, workers, data):
+    batch = count * rows * workers
+    made = microbatches(OfLengths(lengths), batch=batch, count=count)
+    step = data.draw(st.integers(0, 4))
+    read = [
+        [made.read(step, m, BatchSlice(worker, workers)) for worker in range(workers)] for m in range(count)
+    ]
+    seen, longest = [], 0
+    for of_microbatch in read:
+        (bucket,) = {one.bucket for one in of_microbatch}
+        own = []
+        for one in of_microbatch:
+            (tokens,), target = one.rows
+            assert tokens.shape == target.shape == (rows, bucket)
+            samples = [row[0].item() - 1 for row in tokens]
+            assert one.tokens == sum(lengths[sample] for sample in samples)
+            for row, aim, sample in zip(tokens, target, samples, strict=True):
+                size = lengths[sample]
+                assert row.tolist() == [sample + 1] * size + [0] * (bucket - size)
+                assert aim.tolist() == [sample + 1] * size + [-100] * (bucket - size)
+            own += samples
+        sizes = [lengths[sample] for sample in own]
+        assert bucket == min(one for one in made.buckets if one >= max(sizes))
+        assert min(sizes) >= longest
+        longest = max(sizes)
+        seen += own
+    expected = BatchSampler(len(lengths), batch, 1, seed=5).indices(max(step, 0), 0)
+    assert sorted(seen) == sorted(expected)
+    places = [(lengths[sample], at) for at, sample in enumerate(expected)]
+    assert seen == [expected[at] for _, at in sorted(places)]
+
+
+@settings(deadline=None)
+@given(lengths=LENGTHS)
+def test_chosen_buckets_are_few_ascending_and_hold_the_longest(lengths):
+    buckets = choose_buckets(lengths)
+    assert list(buckets) == sorted({*buckets}) and 1 <= len(buckets) <= MAX_AUTO_BUCKETS
+    assert buckets[-1] == max(lengths)
+
+
+def padding(lengths: list[int], buckets: tuple[int, ...]) -> float:
+    held = sum(min(bucket for bucket in buckets if bucket >= length) for length in lengths)
+    return 1 - sum(lengths) / held
+
+
+def test_chosen_buckets_pad_less_than_equal_steps_and_than_one():
+    lengths = [text_length(index, 512) for index in range(3000)]
+    longest = max(lengths)
+    steps = tuple(-(-longest * k // MAX_AUTO_BUCKETS) for k in range(1, MAX_AUTO_BUCKETS + 1))
+    chosen = padding(lengths, choose_buckets(lengths))
+    assert chosen < 0.75 * padding(lengths, steps) and chosen < 0.45 * padding(lengths, (longest,))
+
+
+def test_a_resume_and_another_worker_have_the_same_microbatches():
+    one, other = (microbatches(Texts(), batch=30, count=5) for _ in range(2))
+    through = [one.read(step, m, BatchSlice(1, 3)) for step in range(1, 5) for m in range(5)]
+    assert one.buckets == other.buckets
+    for read, m in zip(through[15:], range(5), strict=True):
+        again = other.read(4, m, BatchSlice(1, 3))
+        assert again.bucket == read.bucket and torch.equal(again.rows[0][0], read.rows[0][0])
+
+
+def test_a_table_of_lengths_makes_the_same_microbatches_and_reads_only_own_samples():
+    class Counted(Texts):
+        read = 0
+
+        def __getitem__(self, index: int) -> Any:
+            Counted.read += 1
+            return super().__getitem__(index)
+
+    table = Counted()
+    table.lengths = [text_length(index) for index in range(len(table))]
+    made, plain = (microbatches(data, batch=30, count=5) for data in (table, Texts()))
+    Counted.read = 0
+    for m in range(5):
+        found, expected = (each.read(2, m, BatchSlice(1, 3)) for each in (made, plain))
+        assert torch.equal(found.rows[0][0], expected.rows[0][0]) and found.bucket == expected.bucket
+    assert Counted.read == 10
+
+
+def test_parts_along_the_length_are_padded_each_in_its_way_and_others_left():
+    batches = batches_of(job_of(f"{__name__}:Parts", {"buckets": [5, 9], "pad": 50}))
+    assert batches.buckets == (5, 9) and list(batches.examples) == [5, 9]
+    (mask, ids, places, vector), target = batches.microbatch(1, 0)
+    assert batches.keywords == ("attention_mask", "input_ids", "place_ids", "vector")
+    assert vector.shape == (6, 9) and mask.dtype == torch.bool
+    for row in range(6):
+        size = int(mask[row].sum())
+        wanted = list(range(1, size + 1))
+        assert ids[row].tolist() == wanted + [50] * (5 - size)
+        assert places[row].tolist() == wanted + [0] * (5 - size)
+        assert target[row].tolist() == list(range(size)) + [-100] * (5 - size)
+
+
+def test_targets_are_padded_with_what_the_loss_ignores():
+    spec = unequal_job()
+    spec["loss"]["args"] = {"ignore_index": 7}
+    _, target = batches_of(Job.from_json(spec)).microbatch(1, 0)
+    assert (target == 7).any() and not (target == -100).any()
+
+
+def test_the_examples_of_a_bucket_have_its_shape_and_the_sample_is_the_longest():
+    batches = batches_of(job_of(lengths={"buckets": [3, 11, 64]}), 1, 2)
+    assert [tuple(inputs[0].shape) for inputs, _ in batches.examples.values()] == [(3, 3), (3, 11), (3, 64)]
+    assert batches.sample is batches.examples[64] and batches.tokens_per_sample is None
+    assert {batches.read(1, m).bucket for m in range(5)} <= {3, 11, 64}
+
+
+def test_chosen_buckets_stay_where_the_number_of_microbatches_changes():
+    spec = unequal_job(buckets="auto")
+    spec["training"]["microbatches"] = "auto"
+    batches = batches_of(Job.from_json(spec))
+    before = batches.buckets
+    batches.set_microbatches(3)
+    assert batches.buckets == before and batches.microbatch(1, 0)[0][0].shape[0] == 10
+
+
+def test_both_readings_of_the_first_samples_are_of_the_data_set():
+    batches = batches_of(job_of())
+    first, again = batches.checksums()
+    assert first == again == batches_of(job_of(), 1, 2).checksums()[0]
+
+
+@pytest.mark.parametrize(
+    ("factory", "lengths", "says"),
+    [
+        (
+            "unequal_texts:Texts",
+            {"buckets": [7, 11]},
+            r"sample \d+ of data .* length \d+, and the largest .* is 11: add",
+        ),
+        (
+            "unequal_texts:Texts",
+            {"field": "ids"},
+            "data.lengths.field is 'ids', and samples .* by position: leave it out",
+        ),
+        (f"{__name__}:Stream", {}, "is a stream, and data.lengths sorts the samples of a step"),
+        (
+            f"{__name__}:Parts",
+            {"field": "ids"},
+            "field is 'ids', and a sample .* has the inputs attention_mask, input_ids",
+        ),
+        (
+            f"{__name__}:Parts",
+            {"field": "attention_mask"},
+            r"input attention_mask .* is \[\d\] of torch.bool: return integers",
+        ),
+    ],
+)
+def test_lengths_that_do_not_fit_the_data_are_refused(factory, lengths, says):
+    with pytest.raises(AttemptFailure, match=says) as refused:
+        batches_of(job_of(factory, lengths)).microbatch(1, 0)
+    assert refused.value.reason is Reason.DATA_FAILED
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ({"dtype": "float32"}, "target .* is torch.float32 and as long as its input: .* pads it with -100"),
+        ({"dtype": "uint8"}, "target .* is torch.uint8 and as long as its input"),
+    ],
+)
+def test_targets_that_hold_no_ignored_value_are_refused(args, says):
+    with pytest.raises(AttemptFailure, match=says):
+        batches_of(job_of(f"{__name__}:Parts", args=args))
+
+
+@pytest.mark.parametrize(("what", "shown"), [("place_ids", "place_ids"), ("labels", "target")])
+def test_a_part_that_is_shorter_than_its_sample_is_refused(what, shown):
+    first = {*BatchSampler(24, 30, 1, seed=5).indices(1, 0)[:24]}
+    spec = unequal_job()
+    spec["training"]["global_batch"] = 10
+    later = [index for index in BatchSampler(24, 10, 1, seed=5).indices(2, 0)]
+    assert later[0] in first
+    spec["data"] = {
+        "factory": f"{__name__}:Parts",
+        "args": {"odd": later[0], "what": what},
+        "lengths": {"buckets": [9]},
+    }
+    batches = batches_of(Job.from_json(spec))
+    batches.microbatch(1, 0)
+    with pytest.raises(AttemptFailure, match=f"the {shown} of a sample .* its length is"):
+        for microbatch in range(5):
+            batches.microbatch(2, microbatch)
+
+
+def test_a_table_that_lies_is_refused():
+    made = job_of("unequal_texts:TextsWithLengths", {"buckets": [64]}, args={"wrong": 4})
+    with pytest.raises(AttemptFailure, match=r"sample 4 of data .* has length .* and its `lengths` say"):
+        batches = batches_of(made)
+        for step, microbatch in ((s, m) for s in (1, 2) for m in range(5)):
+            batches.microbatch(step, microbatch)
+
+
+def test_a_large_data_set_without_lengths_is_not_read_for_its_buckets(monkeypatch):
+    monkeypatch.setattr("worker.data.padding.MAX_READ_SAMPLES", 44)
+    with pytest.raises(
+        AttemptFailure, match="45: write buckets, or give the data set an attribute `lengths`"
+    ):
+        batches_of(job_of())
+    assert batches_of(job_of("unequal_texts:TextsWithLengths")).buckets[-1] <= LONGEST
+
+
+def test_a_loss_that_cannot_weigh_unequal_microbatches_is_refused_by_the_worker():
+    job = job_of()
+    job = replace(job, training=replace(job.training, loss_reduction="mean"))
+    with pytest.raises(
+        AttemptFailure, match=r"wants a `loss` and training.loss_reduction tokens, which is mean"
+    ):
+        batches_of(job)
+
+
+def test_an_evaluation_keeps_the_order_of_its_data():
+    made = microbatches(Texts(), batch=10, count=2, buckets=(64,), first_step=0, once=True)
+    tokens = [row for m in range(2) for row in made.read(1, m, BatchSlice(0, 1)).rows[0][0]]
+    for index, row in zip(range(10, 20), tokens, strict=True):
+        assert row[: text_length(index)].tolist() == Texts()[index][0].tolist()
