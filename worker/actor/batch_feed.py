@@ -12,6 +12,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,6 +40,9 @@ _FINGERPRINT_SAMPLES = 8
 class Batches:
     """The rows of data-parallel rank `worker` in every microbatch; `set_microbatches` changes how the batch is split."""
 
+    examples: Mapping[int, MicrobatchTensors] = MappingProxyType({})
+    """With data.lengths rows of the first microbatches for each bucket, in ascending order; else none."""
+
     @attributed_to(Reason.DATA_FAILED)
     def __init__(self, job: Job, *, worker: int, workers_per_mesh: int, microbatches: int):
         self._job, self._workers_per_mesh = job, workers_per_mesh
@@ -48,8 +52,6 @@ class Batches:
         self._origin: tuple[int, int] | None = None
         self._microbatches: Microbatches | None = None
         self._with_inputs = takes_inputs(job.loss)
-        self.examples: dict[int, MicrobatchTensors] = {}
-        """With data.lengths rows of the first microbatches for each bucket, in ascending order; else none."""
         if job.data.lengths is not None and (job.loss is None or job.training.loss_reduction != "tokens"):
             raise ValueError(
                 f"data.lengths wants a `loss` and training.loss_reduction tokens, which is {job.training.loss_reduction}"
