@@ -228,8 +228,11 @@ class Batches:
     def _first_samples(self, *, again: bool) -> str:
         order, source = self._microbatches.order, self._source
         first, count = order.first_step - 1, min(order.size, _FINGERPRINT_SAMPLES)
-        if order.data.collate is not None or self.examples:
+        if self.examples:  # the lengths of a step are to be the same everywhere
             source.end_step(first)
+            whole = BatchSlice(0, 1)
+            rows = [self._microbatches.read(first, m, whole).rows for m in range(order.microbatches)]
+        elif order.data.collate is not None:
             rows = [self._microbatches.read(first, 0, BatchSlice(0, 1)).rows]
         elif again and isinstance(source, StreamSource):
             rows = [self._microbatches.stack_samples(source.first_samples_again(count)).rows]

@@ -311,3 +311,10 @@ def test_an_evaluation_keeps_the_order_of_its_data():
     tokens = [row for m in range(2) for row in made.read(1, m, BatchSlice(0, 1)).rows[0][0]]
     for index, row in zip(range(10, 20), tokens, strict=True):
         assert row[: text_length(index)].tolist() == Texts()[index][0].tolist()
+
+
+def test_data_that_stops_at_its_end_ends_behind_the_last_whole_step():
+    batches = batches_of(job_of(at_end="stop"))
+    batches.microbatch(1, 0)
+    with pytest.raises(AttemptFailure, match=r"its 45 samples have no 60 for 2 steps of 30"):
+        batches.microbatch(2, 0)
