@@ -146,7 +146,14 @@ PADDING_TOLERANCE = 1e-3
 
 def check_padding(model: nn.Module, loss: Loss, padded: Sequence[MicrobatchTensors]) -> None:
     """Refuse a model whose loss of the same samples changes with their padding. It runs in eval mode, without gradients, and
-    its Python state is put back. Raises LossReductionError with both values."""
+    its Python state is put back. Raises LossReductionError with both values, and for batch norms, which take what lies
+    behind the end of a sample into the statistics that they train with."""
+    norms = [name for name, one in model.named_modules() if isinstance(one, nn.modules.batchnorm._BatchNorm)]
+    if norms:
+        raise LossReductionError(
+            f"{norms[0]!r} is a batch norm, whose statistics would count the padding of data.lengths: use a norm of each "
+            "sample, such as LayerNorm, or leave data.lengths out; training.check_trace: false trains it so"
+        )
     state, found = PythonState(model), []
     try:
         with in_eval_mode(model), torch.no_grad(), seeded(0):

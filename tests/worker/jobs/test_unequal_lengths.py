@@ -277,6 +277,31 @@ class LooksEverywhere(torch.nn.Module):
         return self.last(x + mean).transpose(1, 2)
 
 
+class NormalisesByBatch(torch.nn.Module):
+    """A batch norm over all places."""
+
+    def __init__(self, width: int = 8):
+        super().__init__()
+        self.embed = torch.nn.Embedding(60, width)
+        self.norm = torch.nn.BatchNorm1d(width)
+        self.last = torch.nn.Conv1d(width, 60, 1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.embed(tokens).transpose(1, 2)))
+
+
+def test_a_batch_norm_whose_statistics_would_count_padding_is_refused_by_name():
+    spec = unequal_job(stages=1, model={"factory": f"{__name__}:NormalisesByBatch", "args": {}})
+    with pytest.raises(
+        AttemptFailure, match=r"'.*norm' is a batch norm, whose statistics would count"
+    ) as refused:
+        Workers(spec)
+    assert refused.value.reason is Reason.MODEL_BUILD_FAILED
+    spec["training"]["check_trace"] = False
+    with Workers(spec) as run:
+        assert run.losses(range(1, 2))
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_model_that_looks_behind_the_end_of_a_sample_is_refused(masked):
     spec = unequal_job(stages=1, model={"factory": f"{__name__}:LooksEverywhere", "args": {"masked": masked}})
