@@ -113,7 +113,7 @@ def _print_nodes(nodes: Sequence[NodeView], *, as_json: bool) -> None:
             *([escape(node.cluster)] if several else []),
             escape(state_text(node)),
             str(sum(kind.used for kind in node.accelerators)),
-            str(sum(kind.total for kind in node.accelerators)),
+            escape(_total_text(node)),
             escape(jobs_text(node)),
             node.address,
             escape(
@@ -121,6 +121,12 @@ def _print_nodes(nodes: Sequence[NodeView], *, as_json: bool) -> None:
             ),
         )
     out.print(table)
+
+
+def _total_text(node: NodeView) -> str:
+    """The number of its accelerators, with their types."""
+    types = dict.fromkeys(kind.accelerator_type for kind in node.accelerators if kind.accelerator_type)
+    return " ".join([str(sum(kind.total for kind in node.accelerators)), *types])
 
 
 def state_text(node: NodeView) -> str:

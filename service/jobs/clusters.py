@@ -170,9 +170,13 @@ def _node_views(
                 **_mark_fields(mark_in_force(own, node.name, node.id, now=now)),
                 accelerators=[
                     NodeAccelerators(
-                        device=device, total=total, used=used[device], free=max(total - used[device], 0)
+                        device=kind.device,
+                        accelerator_type=kind.accelerator_type,
+                        total=total,
+                        used=used[kind.device],
+                        free=max(total - used[kind.device], 0),
                     )
-                    for device, total in watcher.accelerators(node).items()
+                    for kind, total in watcher.kinds(node).items()
                     if total
                 ],
                 jobs=list(jobs.values()),

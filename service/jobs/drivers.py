@@ -193,7 +193,11 @@ async def place_attempt(service: Service, attempt: AttemptRow, request: Placemen
         if (mark := mark_in_force(marks, name, node_id, now=utc_now())) is not None
     }
     answer = await asyncio.to_thread(
-        make_placement, request, None if plan is None else plan.body, left_out=left_out
+        make_placement,
+        request,
+        None if plan is None else plan.body,
+        accelerator_type=attempt.accelerator_type,
+        left_out=left_out,
     )
     placed = [
         PlacedMeshRow(
@@ -224,14 +228,22 @@ async def _node_names(service: Service, cluster: str, node_ids: Sequence[str]) -
 
 
 def make_placement(
-    request: PlacementRequest, plan: str | None, *, left_out: Mapping[str, NodeMark] = MappingProxyType({})
+    request: PlacementRequest,
+    plan: str | None,
+    *,
+    accelerator_type: str | None = None,
+    left_out: Mapping[str, NodeMark] = MappingProxyType({}),
 ) -> PlacementAnswer:
-    """The placement of a job with the JSON of its plan, None where it has none; nothing lands on nodes that are left out."""
+    """The placement of a job with the JSON of its plan, None where it has none, on nodes of this type (None: on those that
+    tell none, where there are any); nothing lands on nodes that are left out."""
     exchanged = None if plan is None else _exchanged_in(plan, len(request.meshes))
     if exchanged is None:
         exchanged = {(mesh, mesh + 1): 1.0 for mesh in range(len(request.meshes) - 1)}
+    takes_any = accelerator_type is None and all(node.accelerator_type for node in request.nodes)
     nodes = [
-        Node(**node.model_dump() | ({"free": 0} if node.name in left_out else {})) for node in request.nodes
+        Node(**node.model_dump() | ({"free": 0} if node.name in left_out else {}))
+        for node in request.nodes
+        if node.accelerator_type == accelerator_type or takes_any
     ]
     try:
         placed = place(nodes, [MeshShape(mesh.workers, mesh.tensor) for mesh in request.meshes], exchanged)

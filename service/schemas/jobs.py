@@ -39,6 +39,9 @@ class AttemptView(BaseModel):
     message: str | None
     device: str
     accelerators: int
+    accelerator_type: str | None = Field(
+        default=None, description="The type of all of them; null where their nodes tell none"
+    )
     created_at: datetime
     started_at: datetime | None
     finished_at: datetime | None

@@ -316,6 +316,10 @@ class ResourcesSection(SpecPart):
         description="Module-name patterns and the split of their matrices; null: the plan of the known model families",
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    accelerator: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,63}$")] | None = Field(
+        default=None,
+        description="The accelerator type of its nodes, as Ray names it (H100, A100-80G, ...); null: any, all of one type",
+    )
     memory_per_worker: MemoryPerWorker = Field(
         default="auto",
         description="Bytes that the plan of one worker may use; auto: the free memory of its accelerator, less a margin",

@@ -36,8 +36,10 @@ async def create_attempt(
     at: datetime,
     cluster: str = DEFAULT_CLUSTER,
     accelerators: int | None = None,
+    accelerator_type: str | None = None,
 ) -> AttemptRow:
-    """Create the next attempt of a locked, waiting job, which becomes STARTING, on all its accelerators or so many.
+    """Create the next attempt of a locked, waiting job, which becomes STARTING, on all its accelerators or so many, of this
+    type.
 
     The first attempt fixes the device and the cluster of the job: later attempts resume from its checkpoints.
     """
@@ -55,6 +57,7 @@ async def create_attempt(
         device=device,
         cluster=cluster,
         accelerators=accelerators,
+        accelerator_type=accelerator_type,
         created_at=at,
         last_sequence=0,
         log_first_line=1,
@@ -67,7 +70,8 @@ async def create_attempt(
         job,
         JobState.STARTING,
         at=at,
-        message=f"attempt {attempt.number} takes {accelerators} accelerators ({device})"
+        message=f"attempt {attempt.number} takes {accelerators} accelerators "
+        + f"({device if accelerator_type is None else f'{device}, {accelerator_type}'})"
         + ("" if cluster == DEFAULT_CLUSTER else f" of cluster {cluster}"),
         attempt=attempt.number,
     )

@@ -228,6 +228,7 @@ def _queued_job(new: NewJob) -> JobRow:
         priority=spec.priority,
         accelerators=spec.accelerators,
         fewest_accelerators=None if spec.resources.fewest_meshes is None else spec.fewest_accelerators,
+        accelerator_type=spec.resources.accelerator,
         workers_per_mesh=0 if spec.resources.workers else spec.resources.workers_per_mesh,
         device=spec.resources.device,
         steps_wanted=spec.training.steps,
@@ -325,6 +326,7 @@ class WaitingRow(NamedTuple):
     accelerators: int
     fewest_accelerators: int | None
     last_accelerators: int | None
+    accelerator_type: str | None
     patient_until: datetime | None
     workers_per_mesh: int
     device: str

@@ -82,6 +82,8 @@ class JobRow(Base):
     """With which an elastic job trains at least; None for others."""
     last_accelerators: Mapped[int | None]
     """Of its last attempt."""
+    accelerator_type: Mapped[str | None] = mapped_column(String(100))
+    """The type that it asks for; None: any."""
     patient_until: Mapped[datetime | None]
     """Until when an elastic job waits for as many accelerators as its last attempt had."""
     # 0: heterogeneous meshes; the specification has the number of each
@@ -186,6 +188,8 @@ class AttemptRow(Base):
     """In plain text: the orchestrator hands it out again when a start has to be repeated."""
     device: Mapped[str] = mapped_column(String(10))
     accelerators: Mapped[int]
+    accelerator_type: Mapped[str | None] = mapped_column(String(100))
+    """Of all its accelerators; None: of nodes that tell none."""
     created_at: Mapped[datetime]
     submitted_at: Mapped[datetime | None]
     started_at: Mapped[datetime | None]

@@ -178,7 +178,7 @@ class Resources:
     one for all meshes or one for each. `tensor` is the size of a tensor-parallel group, which splits matrices by
     `tensor_plan` (module-name patterns to styles, see worker/parallel/tensor/plans.py); `tensors` has that size for each
     mesh where it differs, and `tensor` is then the largest. `fewest_meshes` is of an elastic job that no attempt has taken
-    up: an attempt's job has so many `meshes` as the attempt.
+    up: an attempt's job has so many `meshes` as the attempt. The control plane places a gang on an `accelerator` type.
     """
 
     meshes: int | None = None
@@ -191,6 +191,7 @@ class Resources:
     shard: str | tuple[str, ...] = "none"
     device: str = "auto"
     memory_per_worker: str | int = "auto"
+    accelerator: str | None = None
 
 
 @dataclass(frozen=True)
@@ -448,6 +449,32 @@ def placement_group_name(attempt_id: str) -> str:
 def gpu_share(workers_per_gpu: int) -> float:
     """The part of a GPU that each of its workers holds, as fine as Ray counts."""
     return int(10_000 / workers_per_gpu) / 10_000
+
+
+_TYPE_LABEL = "ray.io/accelerator-type"
+_TYPE_RESOURCE = "accelerator_type:"
+
+
+def accelerator_type_of(
+    resource: str, labels: Mapping[str, str], resources: Mapping[str, float]
+) -> str | None:
+    """The type of the accelerators that are `resource` on a Ray node: that of its label, else of the resource that Ray
+    found; None where it has neither, and for CPU workers of a node with GPUs, whose type it tells."""
+    if resource != "GPU" and resources.get("GPU"):
+        return None
+    if label := labels.get(_TYPE_LABEL):
+        return label
+    types = sorted(name for name in resources if name.startswith(_TYPE_RESOURCE))
+    return types[0].removeprefix(_TYPE_RESOURCE) if types else None
+
+
+def accelerator_type_resource(accelerator_type: str) -> str:
+    """The resource that Ray gives to each node with accelerators of the type, in the amount of 1."""
+    return f"{_TYPE_RESOURCE}{accelerator_type}"
+
+
+ANY_OF_TYPE = 0.001
+"""The amount of that resource by which Ray's own options ask for a node of the type."""
 
 
 def is_placement_group_name(name: str) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 
 from worker.contract.codec import from_json, to_json
 from worker.contract.failures import CrashReport, read_crash_report, remove_crash_report
+from worker.contract.job import ANY_OF_TYPE, accelerator_type_resource
 
 
 def task_result(output: str, mark: str) -> dict[str, Any] | None:
@@ -100,11 +101,20 @@ SCALE_RESULT_MARK = "SLOTLINE_SCALED "
 
 @dataclass(frozen=True)
 class Bundles:
-    """`number` bundles of `amount` of one Ray resource each, which may lie on different nodes."""
+    """`number` bundles of `amount` of one Ray resource each, which may lie on different nodes, of one accelerator type where
+    they tell it."""
 
     resource: str
     amount: float
     number: int
+    accelerator_type: str | None = None
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """One of them, as Ray takes it."""
+        if self.accelerator_type is None:
+            return {self.resource: self.amount}
+        return {self.resource: self.amount, accelerator_type_resource(self.accelerator_type): ANY_OF_TYPE}
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from worker.contract.job import is_placement_group_name
+from worker.contract.job import accelerator_type_of, is_placement_group_name
 
 log = logging.getLogger(__name__)
 
@@ -42,13 +42,11 @@ class WorkerAddress:
 
 
 _LABELS = {
-    "accelerator_type": ("ray.io/accelerator-type",),
     "nvlink_domain": ("ray.io/gpu-domain", "nvidia.com/gpu.clique"),
     "rack": ("topology.kubernetes.io/rack",),
     "zone": ("topology.kubernetes.io/zone", "ray.io/availability-zone"),
 }
 """The labels of a Ray node that placement reads, by what they say; of several the first one that the node has."""
-_TYPE_RESOURCE = "accelerator_type:"
 
 
 @dataclass(frozen=True)
@@ -179,7 +177,7 @@ def offered_nodes(
             "free": 0 if node.node_id in draining else workers(free.get(node.node_id, {}).get(resource, 0.0)),
             "total": workers(node.resources[resource]),
             **{what: _label(node, keys) for what, keys in _LABELS.items()},
-            "accelerator_type": _label(node, _LABELS["accelerator_type"]) or _type_resource(node),
+            "accelerator_type": accelerator_type_of(resource, node.labels, node.resources),
         }
         for node in nodes
         if node.alive and node.resources.get(resource, 0.0) > 0
@@ -188,11 +186,6 @@ def offered_nodes(
 
 def _label(node: ClusterNode, keys: Sequence[str]) -> str | None:
     return next((node.labels[key] for key in keys if node.labels.get(key)), None)
-
-
-def _type_resource(node: ClusterNode) -> str | None:
-    types = sorted(name for name in node.resources if name.startswith(_TYPE_RESOURCE))
-    return types[0].removeprefix(_TYPE_RESOURCE) if types else None
 
 
 def processor_cores() -> float:

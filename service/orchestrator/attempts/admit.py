@@ -164,6 +164,7 @@ class Admission:
                 at=utc_now(),
                 cluster=cluster,
                 accelerators=start.accelerators,
+                accelerator_type=start.accelerator_type,
             )
         self._changed()
 
@@ -279,6 +280,7 @@ def to_waiting_job(job: JobRow | WaitingRow, settings: Settings, *, now: float) 
         not_before=None if job.not_before is None else job.not_before.timestamp(),
         owner=fair_share_owner(job),
         longest_s=longest_s,
+        accelerator_type=job.accelerator_type,
         cluster=settings.cluster_of(job.queue),
         began_on=job.began_on,
     )
@@ -311,6 +313,7 @@ def to_holder(
         stopping=stopping,
         cluster=attempt.cluster,
         left_out=left_out,
+        accelerator_type=attempt.accelerator_type,
     )
 
 

@@ -24,11 +24,12 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from service.observability.instruments import AUTOSCALER_REQUESTS
 from service.orchestrator.decisions.attempt_lifecycle import (
     RAY_RESOURCES,
+    AcceleratorKind,
     Capacity,
-    Device,
     Holder,
     Wait,
     WaitingJob,
+    resource_text,
 )
 from service.orchestrator.decisions.cluster_demand import ClusterDemand, WaitingGang, cluster_demand
 from service.orchestrator.ray.clusters import Clusters, ClusterWatcher, NamedCluster
@@ -61,12 +62,12 @@ _LIMIT_S = 180.0
 class _ClusterRequest:
     """The request for accelerators that a cluster was sent, and its demand. Times are of the monotonic clock."""
 
-    stands: dict[Device, int] | None = field(default_factory=dict)
+    stands: dict[AcceleratorKind, int] | None = field(default_factory=dict)
     """Accelerators in all of the request that Ray has; None where it may have one that is not known."""
     demand: ClusterDemand = field(default_factory=ClusterDemand)
     asked: Mapping[str, WaitingGang] = field(default_factory=dict)
     """Gangs by job for which the cluster is to grow."""
-    ceilings: dict[Device, int] = field(default_factory=dict)
+    ceilings: dict[AcceleratorKind, int] = field(default_factory=dict)
     head: str | None = None
     differs_since: float | None = None
     begun_at: float = -math.inf
@@ -124,8 +125,7 @@ class Autoscaling:
                 starting=starting if request.stands != {} else (),
             )
             if request.demand.totals == request.stands:
-                in_all = {d: capacity.total.get(d, 0) + capacity.left_out.get(d, 0) for d in request.stands}
-                request.asked = {gang.job_id: gang for gang in request.demand.grown_for(in_all)}
+                request.asked = {gang.job_id: gang for gang in request.demand.grown_for(capacity)}
 
     def _age(self, request: _ClusterRequest, cluster: NamedCluster) -> None:
         """Forget what Ray has forgotten, and what was found out long ago."""
@@ -185,11 +185,11 @@ class Autoscaling:
         accepted = demand.first(result.accepted)
         request.stands = accepted.totals if result.stands else {}
         if not result.autoscaler:
-            request.ceilings.update(dict.fromkeys(RAY_RESOURCES, 0))
+            request.ceilings.update(dict.fromkeys((gang.kind for gang in demand.gangs), 0))
             outcome = "no autoscaler"
         elif result.accepted < len(demand.gangs):
-            device = demand.gangs[result.accepted].device
-            request.ceilings[device] = accepted.totals.get(device, 0)
+            kind = demand.gangs[result.accepted].kind
+            request.ceilings[kind] = accepted.totals.get(kind, 0)
             outcome = "partly" if result.accepted else "refused"
         else:
             outcome = "accepted" if demand else "withdrawn"
@@ -211,12 +211,12 @@ class Autoscaling:
         return [_explained(wait, asked.get(wait.job_id)) for wait in waits]
 
 
-def _no_gangs(watcher: ClusterWatcher, left_out: Mapping[str, NodeMark]) -> Counter[str]:
-    """Accelerators by device that the autoscaler counts and no gang gets. A node that Ray itself drains it leaves out."""
-    accelerators = Counter(watcher.strangers(left_out))
+def _no_gangs(watcher: ClusterWatcher, left_out: Mapping[str, NodeMark]) -> Counter[AcceleratorKind]:
+    """Accelerators by device and type that the autoscaler counts and no gang gets. A node that Ray drains it leaves out."""
+    accelerators = watcher.strangers(left_out)
     for node in watcher.snapshot.nodes:
         if node.id in left_out and left_out[node.id].by != BY_RAY:
-            accelerators.update(watcher.accelerators(node))
+            accelerators.update(watcher.kinds(node))
     return accelerators
 
 
@@ -225,7 +225,8 @@ def _explained(wait: Wait, gang: WaitingGang | None) -> Wait:
         return wait
     said = wait.message
     if wait.reason is Reason.CLUSTER_TOO_SMALL:  # whose message says to add nodes
-        said = f"waits for {gang.accelerators} accelerators of {RAY_RESOURCES[gang.device]}, which the cluster has not"
+        wanted = resource_text(*gang.kind)
+        said = f"waits for {gang.accelerators} accelerators of {wanted}, which the cluster has not"
     message = f"{said}; Ray's autoscaler was asked for more nodes"
     return replace(wait, reason=Reason.WAITS_FOR_ACCELERATORS, message=message)
 
@@ -249,10 +250,11 @@ async def _run(cluster: NamedCluster, demand: ClusterDemand) -> ScaleResult:
 def _scale_request(demand: ClusterDemand, workers_per_gpu: int) -> ScaleRequest:
     """One bundle for each worker, as the placement group of an attempt has them."""
 
-    def bundles(device: Device, number: int) -> Bundles:
-        return Bundles(RAY_RESOURCES[device], gpu_share(workers_per_gpu) if device == "cuda" else 1.0, number)
+    def bundles(kind: AcceleratorKind, number: int) -> Bundles:
+        amount = gpu_share(workers_per_gpu) if kind.device == "cuda" else 1.0
+        return Bundles(RAY_RESOURCES[kind.device], amount, number, kind.accelerator_type)
 
     return ScaleRequest(
-        held=tuple(bundles(device, number) for device, number in demand.held.items() if number),
-        gangs=tuple(bundles(gang.device, gang.accelerators) for gang in demand.gangs),
+        held=tuple(bundles(kind, number) for kind, number in demand.held.items() if number),
+        gangs=tuple(bundles(gang.kind, gang.accelerators) for gang in demand.gangs),
     )

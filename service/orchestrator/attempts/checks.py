@@ -218,14 +218,18 @@ _Turn = tuple[_Outlook, int, datetime, str]
 def _outlook(job: WaitingRow, capacity: Capacity) -> _Outlook | None:
     """The outlook of a job where `capacity` counts all that runs as others; None where no node has its accelerators."""
     accelerators = job.fewest_accelerators or job.accelerators
-    device = device_of(job.device, accelerators, capacity)
-    total = capacity.total[device]
-    if not total:
+    device = device_of(job.device, accelerators, capacity, accelerator_type=job.accelerator_type)
+    if not capacity.total[device]:
         return None
-    if accelerators > total:
+    types = capacity.by_type
+    if job.accelerator_type is not None:
+        types = {job.accelerator_type: types.get(job.accelerator_type, Capacity({}))}
+    if all(accelerators > part.total.get(device, 0) for part in types.values()):
         return _Outlook.TOO_LARGE
-    free = total - capacity.others.get(device, 0)
-    return _Outlook.STARTS_NOW if accelerators <= free else _Outlook.WAITS
+    starts_now = any(
+        accelerators <= part.total.get(device, 0) - part.others.get(device, 0) for part in types.values()
+    )
+    return _Outlook.STARTS_NOW if starts_now else _Outlook.WAITS
 
 
 def _is_unchecked(job: WaitingRow) -> bool:

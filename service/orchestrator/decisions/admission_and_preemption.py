@@ -3,8 +3,9 @@
 A job that must wait gets a reservation: the first time at which all that holds its accelerators now must have ended
 (`max_duration`). A later job overtakes it only where every reservation before it still holds (conservative backfill:
 Mu'alem and Feitelson, 2001); where none can be made nothing overtakes. Preemption takes the lowest priority first,
-then the last started, and only where that lets the job start within the grace. A pure function of a snapshot. Times
-are Unix seconds; an unknown end is infinite, and one in the past counts as unknown.
+then the last started, and only where that lets the job start within the grace. A gang has accelerators of one type:
+each type is a pool of its own, and a job that asks for none takes of one for which no job asks where it can. A pure
+function of a snapshot. Times are Unix seconds; an unknown end is infinite, and one in the past counts as unknown.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 from service.orchestrator.decisions.attempt_lifecycle import (
     RAY_RESOURCES,
     Capacity,
+    Device,
     Holder,
     Preempt,
     QueueRules,
@@ -25,6 +27,7 @@ from service.orchestrator.decisions.attempt_lifecycle import (
     Wait,
     WaitingJob,
     device_of,
+    resource_text,
 )
 from service.orchestrator.decisions.fair_share import fair_order
 from worker.contract.reasons import Reason
@@ -35,6 +38,7 @@ _MARKS_NAMED = 3
 _PATIENT = " (as many as its last attempt had; within a minute of its end it goes on with fewer)"
 _NEVER_STARTS = (Reason.CLUSTER_TOO_SMALL, Reason.WAITS_FOR_QUOTA)
 """Reasons of jobs that wait for no accelerator that becomes free."""
+_NOTHING = Capacity({})
 _PREEMPTION_TRIES = 20
 """Jobs of one round for which victims are searched."""
 
@@ -56,7 +60,8 @@ def admit(
     for its quota or for the cluster, holds nobody up; a job that waits for its quota holds up its own queue only.
     `cluster_name` stands behind "cluster" in messages, where there are several.
     """
-    admission = _AdmissionRound(holders, capacity, quotas, now, rules, cluster_name)
+    asked_types = {job.accelerator_type for job in waiting} - {None}
+    admission = _AdmissionRound(holders, capacity, quotas, now, rules, cluster_name, asked_types)
     unable = {job.id: wait for job in waiting if (wait := admission.unable(job)) is not None}
     jobs = fair_order(
         waiting,
@@ -73,13 +78,10 @@ def admit(
             answers.append(unable[job.id])
         else:
             answers += admission.answer(admission.fitted(job), smallest[job.id])
-    devices = {job.id: admission.device_of(job) for job in jobs}
-    waited_for = {
-        devices[answer.job_id]
-        for answer in answers
-        if isinstance(answer, Wait) and answer.reason not in _NEVER_STARTS
+    waiting_ids = {
+        answer.job_id for answer in answers if isinstance(answer, Wait) and answer.reason not in _NEVER_STARTS
     }
-    return answers + admission.growths(waited_for)
+    return answers + admission.growths([job for job in jobs if job.id in waiting_ids])
 
 
 def _smallest_behind(jobs: Sequence[WaitingJob], device_of: Callable[[WaitingJob], str]) -> dict[str, int]:
@@ -94,11 +96,14 @@ def _smallest_behind(jobs: Sequence[WaitingJob], device_of: Callable[[WaitingJob
 
 @dataclass
 class _ResourcePool:
-    """Accelerators of one device, or the quota of one queue: its holders, and the reservations of the rest."""
+    """Accelerators of one device and type, or the quota of one queue: its holders, and the reservations of the rest."""
 
     profile: AvailabilityProfile
     users: list[Holder] = field(default_factory=list)
-    of_device: bool = False
+    device: str | None = None
+    accelerator_type: str | None = None
+    capacity: Capacity = _NOTHING
+    """Of the nodes of the type; of a quota empty."""
     first: str | None = None
     """The first job that waits for some."""
     reserved: int = 0
@@ -112,7 +117,7 @@ class _ResourcePool:
 
     def amount(self, holder: Holder) -> int:
         """The accelerators of this pool that the holder has; those that are left out are in no pool of a device."""
-        return holder.accelerators - holder.left_out if self.of_device else holder.accelerators
+        return holder.accelerators if self.device is None else holder.accelerators - holder.left_out
 
     def use(self, holder: Holder, now: float) -> None:
         self.users.append(holder)
@@ -124,6 +129,16 @@ class _ResourcePool:
         if self._usage_text is None:
             self._usage_text = _usage_message(self.users)
         return self._usage_text
+
+    @property
+    def total(self) -> int:
+        """Accelerators on nodes that take work, whoever holds them."""
+        return self.capacity.total.get(self.device or "", 0)
+
+    @property
+    def unused(self) -> int:
+        """Accelerators that nobody holds, though some may be reserved."""
+        return self.total - self.capacity.others.get(self.device or "", 0) - self.used
 
 
 class _AdmissionRound:
@@ -137,20 +152,19 @@ class _AdmissionRound:
         now: float,
         rules: QueueRules,
         cluster_name: str,
+        asked_types: Collection[str | None],
     ) -> None:
         self._cluster_name = cluster_name
         self._capacity, self._quotas, self._now, self._rules = capacity, quotas, now, rules
-        total = {} if capacity is None else capacity.total
-        others = {} if capacity is None else capacity.others
+        self._asked_types = asked_types
+        parts = (capacity or _NOTHING).by_type
         self._devices = {
-            device: _make_pool(
-                total.get(device, 0) - others.get(device, 0),
-                [h for h in holders if h.device == device],
-                now,
-                of_device=True,
-            )
+            device: [
+                _make_device_pool(device, accelerator_type, parts, holders, now) for accelerator_type in parts
+            ]
             for device in RAY_RESOURCES
         }
+        """The pools of each device, one for each type."""
         self._queues = {
             queue: _make_pool(quota, [h for h in holders if h.queue == queue], now)
             for queue, quota in quotas.items()
@@ -162,9 +176,9 @@ class _AdmissionRound:
         self._preemptions_tried = 0
 
     def device_of(self, job: WaitingJob) -> str:
-        return (
-            job.device if self._capacity is None else device_of(job.device, job.accelerators, self._capacity)
-        )
+        if self._capacity is None:
+            return job.device
+        return device_of(job.device, job.accelerators, self._capacity, accelerator_type=job.accelerator_type)
 
     def unable(self, job: WaitingJob) -> Wait | None:
         """The Wait of a job that cannot start whoever else ends; None where it can."""
@@ -182,45 +196,47 @@ class _AdmissionRound:
                 return Wait(job.id, Reason.WAITS_FOR_QUOTA, message)
             message = f"waits for the Ray cluster{self._cluster_name}, which does not answer"
             return Wait(job.id, Reason.WAITS_FOR_CLUSTER, message)
-        device = self.device_of(job)
-        if job.accelerators > (total := self._capacity.total.get(device, 0)):
+        device, pools = self.device_of(job), self._pools_for(job)
+        if job.accelerators > (total := max((pool.total for pool in pools), default=0)):
+            wanted = f"{job.accelerators} accelerators of {resource_text(device, job.accelerator_type)}"
+            have = f"nodes of the cluster{self._cluster_name} that take work have {total}"
             if job.patient:
-                message = (
-                    f"waits for {job.accelerators} accelerators of {RAY_RESOURCES[device]}; nodes of the "
-                    f"cluster{self._cluster_name} that take work have {total}{_PATIENT}{self._left_out(device)}"
-                )
+                message = f"waits for {wanted}; {have}{_PATIENT}{self._left_out(job)}"
                 return Wait(job.id, Reason.WAITS_FOR_ACCELERATORS, message)
-            if job.accelerators <= total + self._capacity.left_out.get(device, 0):
-                message = (
-                    f"needs {job.accelerators} accelerators of {RAY_RESOURCES[device]}; nodes of the "
-                    f"cluster{self._cluster_name} that take work have {total}{self._left_out(device)}"
-                )
+            if any(job.accelerators <= pool.capacity.in_all(device) for pool in pools):
+                message = f"needs {wanted}; {have}{self._left_out(job)}"
                 return Wait(job.id, Reason.WAITS_FOR_ACCELERATORS, message)
-            return Wait(
-                job.id, Reason.CLUSTER_TOO_SMALL, _too_small_message(job, device, total, self._cluster_name)
-            )
+            types = {
+                pool.accelerator_type: pool.total
+                for pools in self._devices.values()
+                for pool in pools
+                if pool.device == device or (job.accelerator_type and pool.accelerator_type and pool.total)
+            }
+            message = _too_small_message(job, device, total, self._cluster_name, types)
+            return Wait(job.id, Reason.CLUSTER_TOO_SMALL, message)
         return None
 
     def fitted(self, job: WaitingJob) -> WaitingJob:
         """The job with the largest of its gangs that fits now, else with the least."""
-        device, queue = self._devices[self.device_of(job)], self._queues.get(job.queue)
+        pools, queue = self._pools_for(job), self._queues.get(job.queue)
         for size in job.sizes:
             sized = replace(job, accelerators=size)
-            if device.fits(sized) and (queue is None or queue.fits(sized)):
+            if any(pool.fits(sized) for pool in pools) and (queue is None or queue.fits(sized)):
                 return sized
         return job
 
-    def growths(self, waited_for: Collection[str]) -> list[Preempt]:
+    def growths(self, waiting: Sequence[WaitingJob]) -> list[Preempt]:
         """The elastic holders that end their attempts to go on with larger gangs, first the one that started first: of
-        accelerators that are free, on devices for which no job waits."""
+        accelerators that are free, of devices and types for which none of the jobs `waiting` waits."""
+        waited_for = {id(pool) for job in waiting for pool in self._pools_for(job)}
         growing = []
         for holder in sorted(self._holders, key=lambda holder: (holder.since, holder.job_id)):
-            device, queue = self._devices.get(holder.device), self._queues.get(holder.queue)
-            if device is None or holder.stopping or holder.device in waited_for:
+            own, queue = self._device_pools_of(holder), self._queues.get(holder.queue)
+            if len(own) != 1 or holder.stopping or id(own[0]) in waited_for:
                 continue
             for size in holder.larger:
                 more = size - holder.accelerators
-                pools = [pool for pool in (device, queue) if pool is not None]
+                pools = [*own, *([] if queue is None else [queue])]
                 if all(pool.profile.fits_now(more, math.inf) for pool in pools):
                     for pool in pools:
                         pool.profile.take(more, self._now, math.inf)
@@ -231,32 +247,75 @@ class _AdmissionRound:
 
     def answer(self, job: WaitingJob, smallest: int) -> list[Start | Wait | Preempt]:
         """The answers to the next job; `smallest` is the smallest gang of its device from it on."""
-        device_name = self.device_of(job)
-        device, queue = self._devices[device_name], self._queues.get(job.queue)
-        if device.fits(job) and (queue is None or queue.fits(job)):
-            until = self._now + job.longest_s
-            started = Holder(
-                job.id, job.queue, job.accelerators, device_name, job.owner, job.priority, self._now, until
-            )
-            for pool in self._pools_of(started):
-                pool.use(started, self._now)
-            return [Start(job.id, "cuda" if device_name == "cuda" else "cpu", job.accelerators)]
-        wait = self._wait(job, device_name, device, queue)
-        if not device.fits(job):
+        pools = [pool for pool in self._pools_for(job) if pool.total >= job.accelerators]
+        queue = self._queues.get(job.queue)
+        fitting = next((pool for pool in pools if pool.fits(job)), None)
+        if fitting is not None and (queue is None or queue.fits(job)):
+            return [self._start(job, fitting)]
+        wait = self._wait(job, pools, queue)
+        device = self._soonest(job, pools)
+        if fitting is None:
             device.first = device.first or job.id
         if queue is not None:
             queue.first = queue.first or job.id
-        return [wait, *self._reserve(job, device_name, device, queue, smallest)]
+        others = [pool for pool in pools if pool is not device and not pool.closed]
+        return [wait, *self._reserve(job, device, queue, smallest, others)]
+
+    def _start(self, job: WaitingJob, pool: _ResourcePool) -> Start:
+        device: Device = "cuda" if pool.device == "cuda" else "cpu"
+        started = Holder(
+            job_id=job.id,
+            queue=job.queue,
+            accelerators=job.accelerators,
+            device=device,
+            owner=job.owner,
+            priority=job.priority,
+            since=self._now,
+            until=self._now + job.longest_s,
+            accelerator_type=pool.accelerator_type,
+        )
+        for each in self._pools_of(started):
+            each.use(started, self._now)
+        return Start(job.id, device, job.accelerators, pool.accelerator_type)
+
+    def _pools_for(self, job: WaitingJob) -> list[_ResourcePool]:
+        """The pools of which the gang of a job may be, in the order in which it takes of them: those of types for which
+        no job asks, then those with the least that is free."""
+        pools = self._devices.get(self.device_of(job), [])
+        if job.accelerator_type is not None:
+            return [pool for pool in pools if pool.accelerator_type == job.accelerator_type]
+        if len(pools) == 1:
+            return pools
+        return sorted(
+            pools,
+            key=lambda pool: (
+                pool.accelerator_type in self._asked_types,
+                pool.profile.free,
+                pool.accelerator_type or "",
+            ),
+        )
+
+    def _soonest(self, job: WaitingJob, pools: Sequence[_ResourcePool]) -> _ResourcePool:
+        """The pool in which the gang is free first."""
+        if len(pools) == 1:
+            return pools[0]
+
+        def begin(pool: _ResourcePool) -> tuple[bool, float]:
+            at = pool.profile.first_fit(job.accelerators, job.longest_s)
+            return pool.closed, math.inf if at is None else at
+
+        return min(pools, key=begin)
 
     def _reserve(
         self,
         job: WaitingJob,
-        device_name: str,
         device: _ResourcePool,
         queue: _ResourcePool | None,
         smallest: int,
+        others: Sequence[_ResourcePool],
     ) -> list[Preempt]:
-        """Reserve accelerators and quota for a job that must wait, by preemption where that helps."""
+        """Reserve accelerators of the pool `device` and quota for a job that must wait, by preemption where that helps,
+        there or in one of the `others`."""
         if queue is not None and queue.closed:
             return []
         lower = []
@@ -264,7 +323,11 @@ class _AdmissionRound:
             lower = [holder for holder in self._preemptible if holder.priority < job.priority]
         if not lower and device.profile.free < smallest:
             device.closed = True  # no job behind could start anyhow: no reservation is needed against them
-        preemptions = self._choose_preemptions(job, device_name, device, queue, lower) if lower else []
+        preemptions = list[Preempt]()
+        for pool in (device, *others) if lower else ():
+            if preemptions := self._choose_preemptions(job, pool, queue, lower):
+                device = pool
+                break
         if queue is not None and not queue.fits(job) and not preemptions:
             self._reserve_quota(job, queue)
             return []
@@ -302,7 +365,6 @@ class _AdmissionRound:
     def _choose_preemptions(
         self,
         job: WaitingJob,
-        device_name: str,
         device: _ResourcePool,
         queue: _ResourcePool | None,
         lower: Sequence[Holder],
@@ -313,7 +375,7 @@ class _AdmissionRound:
         helpful = [
             holder
             for holder in lower
-            if holder.device == device_name or (short_of_quota and holder.queue == job.queue)
+            if device in self._device_pools_of(holder) or (short_of_quota and holder.queue == job.queue)
         ]
         if not helpful or self._preemptions_tried >= _PREEMPTION_TRIES:
             return []
@@ -365,36 +427,50 @@ class _AdmissionRound:
         )
 
     def _pools_of(self, holder: Holder) -> list[_ResourcePool]:
-        pools = [self._devices.get(holder.device), self._queues.get(holder.queue)]
-        return [pool for pool in pools if pool is not None]
+        queue = self._queues.get(holder.queue)
+        return self._device_pools_of(holder) + ([] if queue is None else [queue])
 
-    def _wait(
-        self, job: WaitingJob, device_name: str, device: _ResourcePool, queue: _ResourcePool | None
-    ) -> Wait:
+    def _device_pools_of(self, holder: Holder) -> list[_ResourcePool]:
+        """The pool of the holder's accelerators; none where it holds those of another cluster, or of nodes that are gone."""
+        pools = self._devices.get(holder.device, [])
+        types = [pool.accelerator_type for pool in pools]
+        return [pool for pool in pools if _may_be_of(holder, pool.accelerator_type, types)]
+
+    def _wait(self, job: WaitingJob, pools: Sequence[_ResourcePool], queue: _ResourcePool | None) -> Wait:
         if message := self._quota_is_short(job):
             return Wait(job.id, Reason.WAITS_FOR_QUOTA, message)
-        assert self._capacity is not None
-        total, others = self._capacity.total[device_name], self._capacity.others.get(device_name, 0)
-        free = total - others - device.used
+        device = self.device_of(job)
         where = f" on cluster{self._cluster_name}" if self._cluster_name else ""
-        wanted = f"waits for {job.accelerators} accelerators of {RAY_RESOURCES[device_name]}{where}; "
-        wanted += f"{max(free, 0)} of {total} free"
+        wanted = f"waits for {job.accelerators} accelerators of {resource_text(device, job.accelerator_type)}"
+        if job.accelerator_type is None and len(pools) > 1:
+            wanted += " of one type"
+        wanted += f"{where}; " + ", ".join(
+            ("" if len(pools) == 1 else f"{pool.accelerator_type or 'no type'}: ")
+            + f"{max(pool.unused, 0)} of {pool.total} free"
+            for pool in pools
+        )
         if job.patient:
             wanted += _PATIENT
-        if free < job.accelerators:
+        if all(pool.unused < job.accelerators for pool in pools):
+            others = sum(pool.capacity.others.get(device, 0) for pool in pools)
             taken = f"; others than Slotline's running jobs hold {others}" if others else ""
-            message = wanted + device.used_by() + taken + self._left_out(device_name)
+            users = "".join(pool.used_by() for pool in pools)
+            message = wanted + users + taken + self._left_out(job)
             return Wait(job.id, Reason.WAITS_FOR_ACCELERATORS, message)
-        first = queue.first if queue is not None and not queue.fits(job) else device.first
+        first = next((pool.first for pool in pools if pool.first), None)
+        if queue is not None and not queue.fits(job):
+            first = queue.first
         behind = f", kept for job {first}, which is before it"
         if job.longest_s == math.inf:
             behind += "; with max_duration it could start where it ends in time"
         return Wait(job.id, Reason.WAITS_BEHIND, wanted + behind)
 
-    def _left_out(self, device: str) -> str:
-        """Says which nodes are left out, where they have accelerators of the device."""
+    def _left_out(self, job: WaitingJob) -> str:
+        """Says which nodes are left out, where they have accelerators that the job could take."""
         capacity = self._capacity
-        if capacity is None or not (number := capacity.left_out.get(device, 0)):
+        if capacity is not None and job.accelerator_type is not None:
+            capacity = capacity.types.get(job.accelerator_type)
+        if capacity is None or not (number := capacity.left_out.get(self.device_of(job), 0)):
             return ""
         more = f" and {len(capacity.marks) - _MARKS_NAMED} more" if len(capacity.marks) > _MARKS_NAMED else ""
         named = ", ".join(capacity.marks[:_MARKS_NAMED]) + more
@@ -412,15 +488,48 @@ class _AdmissionRound:
         )
 
 
-def _make_pool(total: int, users: list[Holder], now: float, *, of_device: bool = False) -> _ResourcePool:
-    pool = _ResourcePool(AvailabilityProfile(total, now), list(users), of_device)
-    pool.used = sum(map(pool.amount, users))
-    pool.profile = AvailabilityProfile(total, now, [(pool.amount(user), user.until) for user in users])
-    return pool
+def _make_pool(total: int, users: list[Holder], now: float) -> _ResourcePool:
+    profile = AvailabilityProfile(total, now, [(user.accelerators, user.until) for user in users])
+    return _ResourcePool(profile, list(users), used=sum(user.accelerators for user in users))
 
 
-def _too_small_message(job: WaitingJob, device: str, total: int, cluster: str) -> str:
-    resource = RAY_RESOURCES[device]
+def _make_device_pool(
+    device: str,
+    accelerator_type: str | None,
+    parts: Mapping[str | None, Capacity],
+    holders: Sequence[Holder],
+    now: float,
+) -> _ResourcePool:
+    """The accelerators of a device and type; `parts` are the cluster's by type."""
+    capacity = parts[accelerator_type]
+    total = capacity.total.get(device, 0) - capacity.others.get(device, 0)
+    users = [h for h in holders if h.device == device and _may_be_of(h, accelerator_type, parts)]
+    amounts = [user.accelerators - user.left_out for user in users]
+    usage = [(amount, user.until) for amount, user in zip(amounts, users, strict=True)]
+    profile = AvailabilityProfile(total, now, usage)
+    return _ResourcePool(profile, users, device, accelerator_type, capacity, used=sum(amounts))
+
+
+def _may_be_of(holder: Holder, accelerator_type: str | None, types: Collection[str | None]) -> bool:
+    """True where the holder's accelerators are of the type; and of each where all nodes tell theirs and the holder, which an
+    older release started, does not."""
+    known = holder.accelerator_type
+    return known == accelerator_type or (known is None and None not in types)
+
+
+def _too_small_message(
+    job: WaitingJob, device: str, total: int, cluster: str, types: Mapping[str | None, int]
+) -> str:
+    """`types`: accelerators by type that the cluster has on nodes that take work."""
+    resource = resource_text(device, job.accelerator_type)
+    offered = {kind or "no type": number for kind, number in types.items() if number}
+    if job.accelerator_type is not None or len(offered) > 1:
+        listed = ", ".join(f"{number} of {kind}" for kind, number in sorted(offered.items())) or "none"
+        way_out = "another resources.accelerator" if job.accelerator_type else "fewer resources.meshes"
+        return (
+            f"needs {job.accelerators} accelerators of {resource}, all of one type; the cluster{cluster} has {listed}: "
+            f"add nodes, or submit with {way_out}"
+        )
     if job.began:
         return (
             f"waits for {job.accelerators} accelerators of {resource}, the cluster{cluster} has {total}; it began on "

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from service.settings.clusters import DEFAULT_CLUSTER
 from service.spec.job import RetrySection
@@ -43,6 +43,8 @@ class WaitingJob:
     owner: str = ""
     longest_s: float = math.inf
     """Longest time that it holds its accelerators, the grace at its end included."""
+    accelerator_type: str | None = None
+    """The type that it asks for; without one it takes any, but its whole gang of the same."""
     cluster: str | None = DEFAULT_CLUSTER
     """The cluster of its queue; None where no setting names one."""
     began_on: str | None = None
@@ -76,6 +78,15 @@ class Holder:
     """Those of its accelerators that are on nodes that are left out: nobody has them after it."""
     larger: Sequence[int] = ()
     """Sizes of a gang with which an elastic job would end clearly earlier, the most first, though it has to start anew."""
+    accelerator_type: str | None = None
+    """The type of all of them; None on nodes that tell none."""
+
+
+class AcceleratorKind(NamedTuple):
+    """A device, and the accelerator type that its nodes tell; None where they tell none."""
+
+    device: str
+    accelerator_type: str | None = None
 
 
 # The Ray resource of an accelerator by device, as the worker's placement groups ask for it.
@@ -87,12 +98,23 @@ class Capacity:
     """Accelerators of all living nodes that take work, by device; `others` are held by other programs than our attempts.
 
     `left_out` are those of nodes that take none (draining, excluded, quarantined), with `marks`, a text for each node.
+    `types` has the same of the nodes of each accelerator type, None for those that tell none; it is empty where none does.
     """
 
     total: Mapping[str, int]
     others: Mapping[str, int] = field(default_factory=dict)
     left_out: Mapping[str, int] = field(default_factory=dict)
     marks: Sequence[str] = ()
+    types: Mapping[str | None, Capacity] = field(default_factory=dict)
+
+    @property
+    def by_type(self) -> Mapping[str | None, Capacity]:
+        """The parts of it that a gang may have, since no gang is of two types."""
+        return self.types or {None: self}
+
+    def in_all(self, device: str) -> int:
+        """The accelerators of `device`, those that are left out too."""
+        return self.total.get(device, 0) + self.left_out.get(device, 0)
 
 
 OWNER_PATIENCE_S = 3600.0
@@ -114,11 +136,12 @@ class QueueRules:
 
 @dataclass(frozen=True)
 class Start:
-    """A waiting job starts, on so many `accelerators` of `device`."""
+    """A waiting job starts, on so many `accelerators` of `device`, all of one type (None: on nodes that tell none)."""
 
     job_id: str
     device: Device
     accelerators: int
+    accelerator_type: str | None = None
 
 
 @dataclass(frozen=True)
@@ -140,12 +163,23 @@ class Wait:
     message: str
 
 
-def device_of(wanted: str, accelerators: int, capacity: Capacity) -> Device:
-    """The device of a gang: `wanted`, or for auto cuda where the cluster has GPUs for the whole gang."""
+def device_of(
+    wanted: str, accelerators: int, capacity: Capacity, *, accelerator_type: str | None = None
+) -> Device:
+    """The device of a gang: `wanted`, or for auto cuda where the cluster has GPUs of one type for the whole gang; for an
+    `accelerator_type` the device of its nodes."""
     if wanted != "auto":
         return "cuda" if wanted == "cuda" else "cpu"
-    gpus = capacity.total.get("cuda", 0) + capacity.left_out.get("cuda", 0)
+    if accelerator_type is not None:
+        nodes = capacity.types.get(accelerator_type, Capacity({}))
+        return "cpu" if nodes.in_all("cpu") and not nodes.in_all("cuda") else "cuda"
+    gpus = max(part.in_all("cuda") for part in capacity.by_type.values())
     return "cuda" if gpus >= accelerators else "cpu"
+
+
+def resource_text(device: str, accelerator_type: str | None = None) -> str:
+    """The Ray resource of a device as messages name it, with the type that a job asks for."""
+    return RAY_RESOURCES[device] + ("" if accelerator_type is None else f" of type {accelerator_type}")
 
 
 # Watching an attempt

@@ -12,7 +12,14 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from service.orchestrator.decisions.attempt_lifecycle import Capacity, Device, Holder, WaitingJob, device_of
+from service.orchestrator.decisions.attempt_lifecycle import (
+    AcceleratorKind,
+    Capacity,
+    Device,
+    Holder,
+    WaitingJob,
+    device_of,
+)
 
 GANGS_LIMIT = 500
 """Gangs of a demand at most: no cluster grows for more at once, and the autoscaler reads it every few seconds."""
@@ -23,16 +30,19 @@ class WaitingGang:
     """The accelerators of a job that waits."""
 
     job_id: str
-    device: Device
+    kind: AcceleratorKind
+    """Of no type where the job asks for none."""
     accelerators: int
 
 
 @dataclass(frozen=True)
 class ClusterDemand:
-    """Accelerators by device that are `held`, and `gangs` that want theirs besides, in the order of their turns. Empty
-    where the cluster may shrink to what is in use."""
+    """Accelerators by device and type that are `held`, and `gangs` that want theirs besides, in the order of their turns.
 
-    held: Mapping[Device, int] = field(default_factory=dict)
+    Empty where the cluster may shrink to what is in use.
+    """
+
+    held: Mapping[AcceleratorKind, int] = field(default_factory=dict)
     gangs: tuple[WaitingGang, ...] = ()
 
     def __bool__(self) -> bool:
@@ -43,19 +53,25 @@ class ClusterDemand:
         return ClusterDemand(self.held, self.gangs[:number])
 
     @property
-    def totals(self) -> dict[Device, int]:
-        """Accelerators in all, by device, without zeros."""
+    def totals(self) -> dict[AcceleratorKind, int]:
+        """Accelerators in all, by device and type, without zeros."""
         totals = Counter(self.held)
         for gang in self.gangs:
-            totals[gang.device] += gang.accelerators
-        return {device: number for device, number in totals.items() if number}
+            totals[gang.kind] += gang.accelerators
+        return {kind: number for kind, number in totals.items() if number}
 
-    def grown_for(self, total: Mapping[str, int]) -> list[WaitingGang]:
-        """The gangs that do not fit into `total` accelerators beside what is held and the gangs before them."""
-        taken, beyond = Counter(self.held), list[WaitingGang]()
+    def grown_for(self, capacity: Capacity) -> list[WaitingGang]:
+        """The gangs that do not fit into the cluster, or into its nodes of their type, beside what is held and the gangs
+        before them."""
+        beyond, taken, of_device = list[WaitingGang](), Counter(self.held), Counter[str]()
+        for kind, number in self.held.items():
+            of_device[kind.device] += number
         for gang in self.gangs:
-            taken[gang.device] += gang.accelerators
-            if taken[gang.device] > total.get(gang.device, 0):
+            device, accelerator_type = gang.kind
+            taken[gang.kind] += gang.accelerators
+            of_device[device] += gang.accelerators
+            own = capacity.types.get(accelerator_type, Capacity({})).in_all(device)
+            if of_device[device] > capacity.in_all(device) or (accelerator_type and taken[gang.kind] > own):
                 beyond.append(gang)
         return beyond
 
@@ -66,23 +82,30 @@ def cluster_demand(
     *,
     cluster: str,
     capacity: Capacity,
-    others: Mapping[str, int],
+    others: Mapping[AcceleratorKind, int],
     quotas: Mapping[str, int | None],
-    ceilings: Mapping[Device, int],
+    ceilings: Mapping[AcceleratorKind, int],
     starting: Collection[str] = (),
 ) -> ClusterDemand:
     """The demand of `cluster` for the jobs of all clusters that wait, in the order of their `turns`.
 
     A gang counts as far as the quota of its queue lets it start beside the queue's `holders` and the gangs before it; of a
-    queue none overtakes. `others` are accelerators by device that the autoscaler counts and no gang gets: of other programs,
-    and of nodes that take no work. No device has more in all than its ceiling, under which a smaller gang may come behind
-    one that does not fit. Holders that are stopping leave theirs to the gangs. Attempts of the jobs `starting` keep what
-    was asked for before, until their workers hold it.
+    queue none overtakes. `others` are accelerators that the autoscaler counts and no gang gets: of other programs, and of
+    nodes that take no work. What is held counts by type where a gang asks for the type. No kind has more in all than its
+    ceiling, under which a smaller gang may come behind one that does not fit. Holders that are stopping leave theirs to
+    the gangs. Attempts of the jobs `starting` keep what was asked for before, until their workers hold it.
     """
     here = [holder for holder in holders if holder.cluster == cluster and not holder.stopping]
-    held = Counter({device: others.get(device, 0) for device in _DEVICES})
-    for holder in here:
-        held[holder.device] += holder.accelerators - holder.left_out
+    asked_types = {job.accelerator_type for job in turns if job.cluster == cluster}
+    held = Counter[AcceleratorKind]()
+    for (device, accelerator_type), number in [
+        *others.items(),
+        *(
+            ((holder.device, holder.accelerator_type), holder.accelerators - holder.left_out)
+            for holder in here
+        ),
+    ]:
+        held[AcceleratorKind(device, accelerator_type if accelerator_type in asked_types else None)] += number
     quota_used = Counter[str]()
     for holder in holders:
         quota_used[holder.queue] += holder.accelerators
@@ -96,25 +119,24 @@ def cluster_demand(
             if job.accelerators <= quota:
                 full_queues.add(job.queue)
             continue
-        device = _device_to_grow(job, capacity)
-        if total[device] + job.accelerators > ceilings.get(device, total[device] + job.accelerators):
+        kind = AcceleratorKind(_device_to_grow(job, capacity), job.accelerator_type)
+        if total[kind] + job.accelerators > ceilings.get(kind, total[kind] + job.accelerators):
             continue
         quota_used[job.queue] += job.accelerators
-        total[device] += job.accelerators
-        gangs.append(WaitingGang(job.id, device, job.accelerators))
+        total[kind] += job.accelerators
+        gangs.append(WaitingGang(job.id, kind, job.accelerators))
         if len(gangs) == GANGS_LIMIT:
             break
-    devices = {gang.device for gang in gangs} | {
+    devices = {gang.kind.device for gang in gangs} | {
         holder.device for holder in here if holder.job_id in starting
     }
-    return ClusterDemand({device: held[device] for device in _DEVICES if device in devices}, tuple(gangs))
-
-
-_DEVICES: tuple[Device, ...] = ("cpu", "cuda")
+    return ClusterDemand(
+        {kind: number for kind, number in sorted(held.items(), key=str) if kind.device in devices},
+        tuple(gangs),
+    )
 
 
 def _device_to_grow(job: WaitingJob, capacity: Capacity) -> Device:
     """The device of a gang, as admission chooses it; but GPUs for `auto` on a cluster that has no CPU workers either."""
-    device = device_of(job.device, job.accelerators, capacity)
-    has_cpu = capacity.total.get("cpu", 0) + capacity.left_out.get("cpu", 0) > 0
-    return "cuda" if job.device == "auto" and device == "cpu" and not has_cpu else device
+    device = device_of(job.device, job.accelerators, capacity, accelerator_type=job.accelerator_type)
+    return "cuda" if job.device == "auto" and device == "cpu" and not capacity.in_all("cpu") else device

@@ -85,7 +85,9 @@ def order_all_clusters(
 
 def _device_on(capacity: Capacity | None) -> Callable[[WaitingJob], str]:
     def device(job: WaitingJob) -> str:
-        return job.device if capacity is None else device_of(job.device, job.accelerators, capacity)
+        if capacity is None:
+            return job.device
+        return device_of(job.device, job.accelerators, capacity, accelerator_type=job.accelerator_type)
 
     return device
 

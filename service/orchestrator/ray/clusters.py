@@ -13,12 +13,18 @@ import logging
 import math
 import shlex
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from service.orchestrator.decisions.attempt_lifecycle import RAY_RESOURCES, Capacity, RayJob
+from service.orchestrator.decisions.attempt_lifecycle import (
+    RAY_RESOURCES,
+    AcceleratorKind,
+    Capacity,
+    RayJob,
+)
 from service.orchestrator.ray.jobs_api import (
     Cluster,
     ClusterError,
@@ -35,7 +41,7 @@ from service.spec.states import NodeMark, mark_in_force
 from service.store.database import Sessions
 from service.store.files import package_content
 from worker.contract.forkserver.spawn import through_server
-from worker.contract.job import is_placement_group_name, placement_group_name
+from worker.contract.job import accelerator_type_of, is_placement_group_name, placement_group_name
 
 logger = logging.getLogger(__name__)
 _RETRY_INTERVAL_S = 0.5
@@ -228,25 +234,49 @@ class ClusterWatcher:
     def capacity(self) -> Capacity | None:
         """Accelerators by device; None while the cluster does not answer."""
         capacity = self.capacity_without({}, ())
-        return None if capacity is None else Capacity(capacity.total)
+        return None if capacity is None else Capacity(capacity.total, types=capacity.types)
 
     def capacity_without(
         self, left_out: Mapping[str, NodeMark], attempts: Collection[str]
     ) -> Capacity | None:
-        """Accelerators by device of all nodes but those that are left out, by id; `others` are those held outside
-        `attempts`. None while the cluster does not answer."""
+        """Accelerators by device of all nodes but those that are left out, by id. `others` are held outside `attempts`,
+        by other programs on the same Ray and by attempts that have ended but not released them yet. None while the cluster
+        does not answer."""
         if not self.snapshot.available:
             return None
-        total, without = dict.fromkeys(RAY_RESOURCES, 0), dict.fromkeys(RAY_RESOURCES, 0)
-        for node in self.snapshot.nodes:
-            for device, number in self.accelerators(node).items():
-                (without if node.id in left_out else total)[device] += number
-        texts = [
-            str(left_out[node.id])
-            for node in self.snapshot.nodes
-            if node.id in left_out and any(self.accelerators(node).values())
-        ]
-        return Capacity(total, self.others(attempts, left_out), without, tuple(dict.fromkeys(texts)))
+        ours = {placement_group_name(attempt) for attempt in attempts}
+        nodes, others = self.snapshot.nodes, self._held_by_kind(left_out, lambda use: use.name not in ours)
+
+        def part(accelerator_types: Collection[str | None]) -> Capacity:
+            total, without = dict.fromkeys(RAY_RESOURCES, 0), dict.fromkeys(RAY_RESOURCES, 0)
+            marks = dict[str, None]()
+            for node in nodes:
+                for kind, number in self.kinds(node).items():
+                    if number and kind.accelerator_type in accelerator_types:
+                        (without if node.id in left_out else total)[kind.device] += number
+                        if node.id in left_out:
+                            marks[str(left_out[node.id])] = None
+            held = dict.fromkeys(RAY_RESOURCES, 0)
+            for kind, number in others.items():
+                if kind.accelerator_type in accelerator_types:
+                    held[kind.device] += number
+            return Capacity(total, held, without, tuple(marks))
+
+        types = dict.fromkeys(
+            kind.accelerator_type for node in nodes for kind, number in self.kinds(node).items() if number
+        )
+        whole = part({*types, *(kind.accelerator_type for kind in others)})
+        if {*types} <= {None}:
+            return whole
+        return replace(whole, types={one: part({one}) for one in types})
+
+    def kinds(self, node: RayNode) -> dict[AcceleratorKind, int]:
+        """The workers that a node has room for, by device and type."""
+        numbers = dict[AcceleratorKind, int]()
+        for device, number in self.accelerators(node).items():
+            accelerator_type = accelerator_type_of(RAY_RESOURCES[device], node.labels, node.resources)
+            numbers[AcceleratorKind(device, accelerator_type)] = number
+        return numbers
 
     def accelerators(self, node: RayNode) -> dict[str, int]:
         """The workers that a node has room for, by device."""
@@ -263,28 +293,23 @@ class ClusterWatcher:
                 uses[use.node_id].append(use.resources)
         return {node_id: self._held(resources) for node_id, resources in uses.items()}
 
-    def others(self, attempts: Collection[str], left_out: Collection[str] = frozenset()) -> dict[str, int]:
-        """Accelerators by device that are held outside `attempts`, but on nodes that are left out: by other programs on
-        the same Ray, and by attempts that have ended but not released them yet."""
-        ours = {placement_group_name(attempt) for attempt in attempts}
-        return self._held(
-            [
-                use.resources
-                for use in self.snapshot.in_use
-                if use.name not in ours and use.node_id not in left_out
-            ]
-        )
+    def strangers(self, left_out: Collection[str]) -> Counter[AcceleratorKind]:
+        """Accelerators by device and type that are held by no attempt of any Slotline, but on nodes that are left out. An
+        attempt that has just ended, and counts among the others of a capacity, gives back what it holds."""
+        return self._held_by_kind(left_out, lambda use: not is_placement_group_name(use.name))
 
-    def strangers(self, left_out: Collection[str] = frozenset()) -> dict[str, int]:
-        """Accelerators by device that are held by no attempt of any Slotline, but on nodes that are left out. An attempt
-        that has just ended, and counts among `others`, gives back what it holds."""
-        return self._held(
-            [
-                use.resources
-                for use in self.snapshot.in_use
-                if not is_placement_group_name(use.name) and use.node_id not in left_out
-            ]
-        )
+    def _held_by_kind(
+        self, left_out: Collection[str], counts: Callable[[ResourceUse], bool]
+    ) -> Counter[AcceleratorKind]:
+        """Accelerators held by uses that count, but on nodes that are left out."""
+        kinds = {node.id: {kind.device: kind for kind in self.kinds(node)} for node in self.snapshot.nodes}
+        held = Counter[AcceleratorKind]()
+        for use in self.snapshot.in_use:
+            if counts(use) and use.node_id not in left_out:
+                own = kinds.get(use.node_id, {})
+                for device, number in self._held([use.resources]).items():
+                    held[own.get(device) or AcceleratorKind(device, None)] += number
+        return held
 
     def _held(self, uses: Sequence[Mapping[str, float]]) -> dict[str, int]:
         return {

@@ -110,11 +110,15 @@ class CheckTask(Task[CheckRequest, CheckAnswer]):
             raise CheckUndecidedError(
                 f"its specification has {len(text)} characters, more than the {ENVIRONMENT_LIMIT} that can be handed over"
             )
-        device = device_of(request.device, request.accelerators, capacity)
+        wanted = stored_field(request.spec, "resources", "accelerator", None)
+        device = device_of(request.device, request.accelerators, capacity, accelerator_type=wanted)
         without = [
             node.id
             for node in cluster.watcher.snapshot.nodes
-            if not cluster.watcher.accelerators(node)[device]
+            if not any(
+                number and kind.device == device and wanted in (None, kind.accelerator_type)
+                for kind, number in cluster.watcher.kinds(node).items()
+            )
         ]
         hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         return replace(

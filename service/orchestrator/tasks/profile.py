@@ -21,6 +21,7 @@ from service.store.database import Sessions, run_to_completion, utc_now
 from service.store.measurements import MEASURED_BY_ONE_WORKER, find_costs, record_costs, scoped_costs_digest
 from service.store.secrets import spec_environment, spec_secret_names
 from worker.contract.costs import PROFILE_REQUEST_VARIABLE, PROFILE_RESULT_MARK, costs_digest
+from worker.contract.job import ANY_OF_TYPE, accelerator_type_resource
 from worker.contract.tasks import task_result
 
 PROFILE_LIMIT_S = 1200.0
@@ -111,7 +112,9 @@ class ProfileTask(Task[ProfileRequest, MeasuredCosts]):
             named = "the Ray cluster" if len(self._clusters) == 1 else f"the Ray cluster {cluster.name}"
             raise ProfilingFailedError(f"{named} does not answer: ask again when it does")
         gang = sum(resources.get("workers") or [resources["workers_per_mesh"]] * (resources["meshes"] or 1))
-        device = device_of(resources["device"], gang, capacity)
+        wanted = resources.get("accelerator")
+        device = device_of(resources["device"], gang, capacity, accelerator_type=wanted)
+        typed = {} if wanted is None else {accelerator_type_resource(wanted): ANY_OF_TYPE}
         request = json.dumps({"job": spec, "device": device})
         if len(request) > ENVIRONMENT_LIMIT:
             raise ClusterError(
@@ -128,7 +131,7 @@ class ProfileTask(Task[ProfileRequest, MeasuredCosts]):
         return replace(
             self.submission(cluster, environment, pip=stored_field(spec, "code", "pip", [])),
             working_dir=await working_dir_uri(self._database, spec, cluster),
-            resources={RAY_RESOURCES[device]: share},
+            resources={RAY_RESOURCES[device]: share, **typed},
         )
 
 

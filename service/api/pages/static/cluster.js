@@ -103,6 +103,7 @@ function card(node, jobs, colours) {
     ...(node.state === "READY" ? [] : [stateBadge(node.state), make("small", { class: "why", title: why(node) }, why(node))]),
     ...(several ? [make("small", {}, node.cluster)] : []),
     ...(total ? [make("span", { class: "cells", role: "img", "aria-label": `${used} of ${total} accelerators in use` }, ...cells)] : []),
+    ...[...new Set(node.accelerators.map((kind) => kind.accelerator_type).filter(Boolean))].map((type) => make("small", { class: "type" }, type)),
     make("small", { class: "why" }, ...node.jobs.flatMap((job, place) => [...(place ? [", "] : []),
       make("a", { href: `/jobs/${encodeURIComponent(job.job_id)}` }, jobs.get(job.job_id)?.name ?? job.job_id), ` ${spans(job.meshes)}`])));
 }

@@ -16,6 +16,7 @@ from service.store.tables import AttemptRow, NodeStateRow
 from tests.service.api.conftest import Api, ApiMaker
 from tests.service.api.routers.test_jobs import problem
 from tests.service.api.routers.test_people import token
+from tests.service.conftest import job_body
 from tests.service.fake_cluster import ask_at_once
 from worker.contract.job import placement_group_name
 
@@ -108,7 +109,9 @@ async def test_nodes_are_listed_with_their_names_labels_accelerators_and_jobs(no
         *("id-1", "pod-1", "gpu-1", "10.0.0.1"),
     )
     assert first["labels"] == {KUBERNETES_NODE_LABEL: "gpu-1"} and first["state"] == "READY"
-    assert first["accelerators"] == [{"device": "cpu", "total": 2, "used": 2, "free": 0}]
+    assert first["accelerators"] == [
+        {"device": "cpu", "accelerator_type": None, "total": 2, "used": 2, "free": 0}
+    ]
     assert first["jobs"] == [{"job_id": job_id, "attempt": 1, "meshes": {"m0": 1, "m1": 1}}]
     assert (second["accelerators"][0]["free"], second["jobs"]) == (1, [])
     (attempt,) = (await api.job(job_id))["attempts"]
@@ -364,3 +367,53 @@ async def test_a_driver_is_told_the_nodes_on_which_its_job_is_not_to_be_checked(
     assert (await nodes_api.driver(job_id, "GET", "")).json()["left_out_nodes"] == []
     await set_state(nodes_api, "gpu-2", "EXCLUDED")
     assert (await nodes_api.driver(job_id, "GET", "")).json()["left_out_nodes"] == ["id-2"]
+
+
+async def test_a_job_that_asks_for_an_accelerator_type_is_admitted_and_placed_there(nodes_api: Api):
+    api = nodes_api
+    types = {"id-1": "A100", "id-2": "H100"}
+
+    async def nodes() -> list[RayNode]:
+        label = "ray.io/accelerator-type"
+        return [
+            RayNode(name, "10.0.0.1", {"slotline_worker": 2.0}, host=name, labels={label: kind})
+            for name, kind in types.items()
+        ]
+
+    async def on(job_id: str) -> tuple[str | None, list[list[str]]]:
+        request = {
+            "nodes": [
+                {"name": name, "free": 2, "total": 2, "accelerator_type": kind}
+                for name, kind in types.items()
+            ],
+            "meshes": [{"workers": 1}] * 2,
+        }
+        answer = await api.driver(job_id, "POST", "/placement", json=request)
+        (attempt,) = (await api.job(job_id))["attempts"]
+        return attempt["accelerator_type"], answer.json()["workers"]
+
+    api.cluster.nodes = nodes
+    await api.service.clusters.refresh()
+    assert [node["accelerators"][0]["accelerator_type"] for node in (await listed(api)).values()] == [
+        "A100",
+        "H100",
+    ]
+    asks = {**TWO, "resources": {"accelerator": "H100"}}
+    first = await running(api, **asks)
+    assert await on(first) == ("H100", [["id-2"], ["id-2"]])
+    waiting, any_type = await api.submit(**asks), await running(api, **TWO)
+    assert await on(any_type) == ("A100", [["id-1"], ["id-1"]])
+    job = await api.job(waiting)
+    assert job["reason"] == "WAITS_FOR_ACCELERATORS"
+    assert "2 accelerators of slotline_worker of type H100; 0 of 2 free" in job["message"]
+    lacks = await api.submit(**{**TWO, "resources": {"accelerator": "B200"}})
+    await turn(api)
+    job = await api.job(lacks)
+    assert job["reason"] == "CLUSTER_TOO_SMALL" and "the cluster has 2 of A100, 2 of H100" in job["message"]
+
+
+async def test_an_accelerator_type_is_a_name(nodes_api: Api):
+    answer = await nodes_api.client.post(
+        "/api/v1/jobs", json=job_body(resources={"accelerator": "two words"})
+    )
+    assert "resources.accelerator" in str(problem(answer, 422))

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from service.orchestrator.decisions.attempt_lifecycle import Capacity, Holder, WaitingJob
+from service.orchestrator.decisions.attempt_lifecycle import AcceleratorKind, Capacity, Holder, WaitingJob
 from service.orchestrator.decisions.cluster_demand import (
     GANGS_LIMIT,
     ClusterDemand,
@@ -18,6 +18,7 @@ from service.orchestrator.decisions.cluster_demand import (
 )
 
 FOUR = Capacity({"cpu": 4, "cuda": 0})
+CPU, CUDA = AcceleratorKind("cpu"), AcceleratorKind("cuda")
 
 
 def waiting(
@@ -38,7 +39,7 @@ def demand(
     *,
     cluster: str = "default",
     capacity: Capacity = FOUR,
-    others: Mapping[str, int] | None = None,
+    others: Mapping[AcceleratorKind, int] | None = None,
     quotas: Mapping[str, int | None] | None = None,
     ceilings: Mapping[Any, int] | None = None,
     starting: Sequence[str] = (),
@@ -61,18 +62,18 @@ def jobs(found: ClusterDemand) -> list[str]:
 
 def test_what_runs_is_part_of_the_demand_for_what_waits():
     found = demand([waiting("b", 4)], [running("a", 4)])
-    assert found == ClusterDemand({"cpu": 4}, (WaitingGang("b", "cpu", 4),))
-    assert found.totals == {"cpu": 8}
+    assert found == ClusterDemand({CPU: 4}, (WaitingGang("b", CPU, 4),))
+    assert found.totals == {CPU: 8}
 
 
 def test_nothing_is_needed_where_nothing_waits():
-    found = demand([], [running("a", 4)], others={"cpu": 2})
+    found = demand([], [running("a", 4)], others={CPU: 2})
     assert not found and found.totals == {}
 
 
 def test_a_job_that_starts_keeps_what_was_asked_for_until_its_workers_hold_it():
     found = demand([], [running("a", 4), running("b", 2)], starting=["a"])
-    assert found.totals == {"cpu": 6} and found.gangs == ()
+    assert found.totals == {CPU: 6} and found.gangs == ()
 
 
 def test_a_start_changes_no_total():
@@ -83,16 +84,16 @@ def test_a_start_changes_no_total():
 
 def test_what_no_gang_gets_comes_on_top():
     holders = [running("a", 2, left_out=1)]  # one of its workers is on a node that takes no more work
-    assert demand([waiting("b", 4)], holders, others={"cpu": 8}).totals == {"cpu": 4 + 1 + 8}
+    assert demand([waiting("b", 4)], holders, others={CPU: 8}).totals == {CPU: 4 + 1 + 8}
 
 
 def test_only_devices_that_are_wanted_are_asked_for():
-    found = demand([waiting("b", 4)], [running("a", 4, device="cuda")], others={"cuda": 1})
-    assert found.totals == {"cpu": 4}
+    found = demand([waiting("b", 4)], [running("a", 4, device="cuda")], others={CUDA: 1})
+    assert found.totals == {CPU: 4}
 
 
 def test_a_job_that_ends_leaves_its_accelerators_to_the_next():
-    assert demand([waiting("b", 4)], [running("a", 4, stopping=True)]).totals == {"cpu": 4}
+    assert demand([waiting("b", 4)], [running("a", 4, stopping=True)]).totals == {CPU: 4}
 
 
 def test_a_queue_asks_for_its_quota_at_most_and_in_order():
@@ -109,7 +110,7 @@ def test_a_job_above_the_whole_quota_holds_nobody_up():
 def test_what_a_queue_holds_on_another_cluster_counts_for_its_quota_alone():
     holders = [running("r", 4, queue="small", cluster="west")]
     assert jobs(demand([waiting("a", 4, queue="small")], holders, quotas={"small": 6})) == []
-    assert demand([waiting("a", 4, queue="small")], holders, quotas={"small": 8}).totals == {"cpu": 4}
+    assert demand([waiting("a", 4, queue="small")], holders, quotas={"small": 8}).totals == {CPU: 4}
 
 
 def test_jobs_of_other_clusters_are_left_to_them():
@@ -120,14 +121,14 @@ def test_jobs_of_other_clusters_are_left_to_them():
 
 def test_a_gang_above_the_ceiling_is_left_out_and_a_smaller_one_behind_it_is_not():
     turns = [waiting("a", 4), waiting("b", 2), waiting("c", 2)]
-    found = demand(turns, [running("r", 4)], ceilings={"cpu": 7})
-    assert jobs(found) == ["b"] and found.totals == {"cpu": 6}
-    assert not demand(turns, [running("r", 4)], ceilings={"cpu": 0})
+    found = demand(turns, [running("r", 4)], ceilings={CPU: 7})
+    assert jobs(found) == ["b"] and found.totals == {CPU: 6}
+    assert not demand(turns, [running("r", 4)], ceilings={CPU: 0})
 
 
 def test_auto_means_gpus_where_there_are_enough_or_no_cpu_workers_either():
     def device(capacity: Capacity) -> str:
-        return demand([waiting("a", 4, device="auto")], capacity=capacity).gangs[0].device
+        return demand([waiting("a", 4, device="auto")], capacity=capacity).gangs[0].kind.device
 
     assert device(Capacity({"cpu": 4, "cuda": 4})) == "cuda"
     assert device(Capacity({"cpu": 4, "cuda": 2})) == "cpu"
@@ -141,8 +142,39 @@ def test_a_long_line_is_cut():
 
 def test_a_cluster_is_to_grow_for_the_gangs_that_do_not_fit_into_what_it_has():
     found = demand([waiting("a", 2), waiting("b", 4), waiting("c", 1)], [running("r", 2)])
-    assert [gang.job_id for gang in found.grown_for(FOUR.total)] == ["b", "c"]
-    assert found.grown_for({"cpu": 9}) == []
+    assert [gang.job_id for gang in found.grown_for(FOUR)] == ["b", "c"]
+    assert found.grown_for(Capacity({"cpu": 5}, left_out={"cpu": 4})) == []
+
+
+H100, A100 = AcceleratorKind("cuda", "H100"), AcceleratorKind("cuda", "A100")
+TYPED = Capacity({"cuda": 16}, types={"H100": Capacity({"cuda": 8}), "A100": Capacity({"cuda": 8})})
+
+
+def test_what_is_held_counts_by_the_types_that_gangs_ask_for():
+    holders = [
+        running("h", 8, device="cuda", accelerator_type="H100"),
+        running("a", 4, device="cuda", accelerator_type="A100"),
+    ]
+    typed = waiting("t", 8, device="cuda", accelerator_type="H100")
+    found = demand([typed, waiting("u", 2, device="cuda")], holders, capacity=TYPED, others={A100: 1})
+    assert found == ClusterDemand({H100: 8, CUDA: 5}, (WaitingGang("t", H100, 8), WaitingGang("u", CUDA, 2)))
+    assert [gang.job_id for gang in found.grown_for(TYPED)] == ["t", "u"], "t grows it, and u comes behind"
+    untyped = demand([waiting("u", 4, device="cuda")], holders, capacity=TYPED, others={A100: 1})
+    assert untyped == ClusterDemand({CUDA: 13}, (WaitingGang("u", CUDA, 4),)), "as a cluster without types"
+
+
+def test_a_gang_of_a_type_that_is_full_grows_the_cluster_though_others_are_free():
+    typed = waiting("t", 4, device="auto", accelerator_type="H100")
+    found = demand([typed], [running("h", 6, device="cuda", accelerator_type="H100")], capacity=TYPED)
+    assert found.gangs == (WaitingGang("t", H100, 4),)
+    assert found.grown_for(TYPED) == [WaitingGang("t", H100, 4)]
+    fits = demand([typed], [running("a", 6, device="cuda", accelerator_type="A100")], capacity=TYPED)
+    assert fits.gangs and fits.grown_for(TYPED) == []
+
+
+def test_a_ceiling_is_of_one_type():
+    turns = [waiting(name, 4, device="cuda", accelerator_type=name) for name in ("H100", "A100")]
+    assert jobs(demand(turns, capacity=TYPED, ceilings={H100: 3})) == ["A100"]
 
 
 gangs = st.tuples(st.integers(1, 16), st.sampled_from(["x", "y"]), st.sampled_from(["cpu", "cuda"]))
@@ -153,10 +185,10 @@ gangs = st.tuples(st.integers(1, 16), st.sampled_from(["x", "y"]), st.sampled_fr
     turns=st.lists(gangs, max_size=12),
     holders=st.lists(st.tuples(gangs, st.booleans()), max_size=6),
     quotas=st.fixed_dictionaries({name: st.none() | st.integers(0, 40) for name in ("x", "y")}),
-    ceilings=st.dictionaries(st.sampled_from(["cpu", "cuda"]), st.integers(0, 60)),
+    ceilings=st.dictionaries(st.sampled_from([CPU, CUDA]), st.integers(0, 60)),
 )
 def test_no_demand_goes_beyond_quota_or_ceiling_and_none_is_less_than_what_runs(
-    turns: list[Any], holders: list[Any], quotas: dict[str, int | None], ceilings: dict[str, int]
+    turns: list[Any], holders: list[Any], quotas: dict[str, int | None], ceilings: dict[AcceleratorKind, int]
 ):
     wait = [waiting(f"w{i}", n, queue=q, device=d) for i, (n, q, d) in enumerate(turns)]
     hold = [
@@ -170,9 +202,9 @@ def test_no_demand_goes_beyond_quota_or_ceiling_and_none_is_less_than_what_runs(
     for queue, quota in quotas.items():
         held = sum(holder.accelerators for holder in hold if holder.queue == queue)
         assert quota is None or not asked[queue] or asked[queue] + held <= quota
-    for device, total in found.totals.items():
-        kept = sum(h.accelerators for h in hold if h.device == device and not h.stopping)
-        assert kept <= total <= ceilings.get(device, total)
+    for kind, total in found.totals.items():
+        kept = sum(h.accelerators for h in hold if h.device == kind.device and not h.stopping)
+        assert kept <= total <= ceilings.get(kind, total)
     assert jobs(found) == [job.id for job in wait if job.id in jobs(found)]
     if not ceilings:
         unbounded = {job.id for job in wait if quotas[job.queue] is None}

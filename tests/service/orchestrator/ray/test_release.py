@@ -45,7 +45,7 @@ async def test_what_an_attempt_gives_back_is_told_as_soon_as_ray_has_it(watched,
     assert told == []
     cluster.others = []
     await until_async(lambda: told == ["changed"], "the news")
-    assert watcher.others(()) == {"cpu": 0, "cuda": 0}
+    assert watcher.capacity_without({}, ()).others == {"cpu": 0, "cuda": 0}
 
 
 async def test_after_a_while_it_is_looked_at_as_seldom_as_ever(watched, monkeypatch):
