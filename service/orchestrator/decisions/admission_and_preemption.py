@@ -10,7 +10,9 @@ function of a snapshot. Times are Unix seconds; an unknown end is infinite, and 
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -206,12 +208,10 @@ class _AdmissionRound:
             if any(job.accelerators <= pool.capacity.in_all(device) for pool in pools):
                 message = f"needs {wanted}; {have}{self._left_out(job)}"
                 return Wait(job.id, Reason.WAITS_FOR_ACCELERATORS, message)
-            types = {
-                pool.accelerator_type: pool.total
-                for pools in self._devices.values()
-                for pool in pools
-                if pool.device == device or (job.accelerator_type and pool.accelerator_type and pool.total)
-            }
+            types = Counter[str | None]()
+            for pool in itertools.chain.from_iterable(self._devices.values()):
+                if pool.device == device or (job.accelerator_type and pool.accelerator_type):
+                    types[pool.accelerator_type] += pool.total
             message = _too_small_message(job, device, total, self._cluster_name, types)
             return Wait(job.id, Reason.CLUSTER_TOO_SMALL, message)
         return None
