@@ -182,6 +182,14 @@ gpu-check: setup
 kill-test: setup system-packages
 	SLOTLINE_KILL_TEST_S=$${SLOTLINE_KILL_TEST_S:-300} $(BIN)/python -m pytest -s -n0 -p no:timeout tests/service/replicas
 
+# Faults of every kind on a cluster of network namespaces (Linux, root): CHAOS_ARGS="--moments 3 --seed 7"
+chaos: setup system-packages
+	$(BIN)/python -m tests.benchmarks.chaos $(CHAOS_ARGS)
+
+# Whole jobs on a cluster of network namespaces (Linux, root), part of test-all
+test-cluster: setup system-packages
+	$(BIN)/python -m pytest -n0 -v tests/cluster
+
 bench-service: setup system-packages
 	$(BIN)/python -m tests.benchmarks.service
 

@@ -29,9 +29,17 @@ class Network:
 
     def set_rate(self, bits_per_s: float) -> None:
         """Limit every port to `bits_per_s` in both directions."""
-        for k, name in enumerate(self.names):
-            _limit(["tc"], f"{self.prefix}{k}", bits_per_s)
-            _limit(["ip", "netns", "exec", name, "tc"], "port", bits_per_s)
+        for k in range(len(self.names)):
+            self.set_rate_of(k, bits_per_s)
+
+    def set_rate_of(self, k: int, bits_per_s: float) -> None:
+        """Limit the port of namespace k to `bits_per_s` in both directions."""
+        _limit(["tc"], f"{self.prefix}{k}", bits_per_s)
+        _limit(["ip", "netns", "exec", self.names[k], "tc"], "port", bits_per_s)
+
+    def set_connected(self, k: int, connected: bool) -> None:
+        """Plug the cable of namespace k in, or pull it out: nothing that is sent arrives."""
+        _run("ip", "link", "set", f"{self.prefix}{k}", "up" if connected else "down")
 
     def run(self, k: int, command: list[str], **options) -> subprocess.Popen:
         """Start `command` inside namespace k."""

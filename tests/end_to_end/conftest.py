@@ -35,10 +35,10 @@ LINGER = {"SLOTLINE_LIMIT_LINGER_S": "2"}
 class Server(LocalServer):
     """`slotline serve` on a port and a data directory that stay the same over restarts, and its client."""
 
-    def __init__(self, directory: Path, environment: dict[str, str]):
+    def __init__(self, directory: Path, environment: dict[str, str], port: int | None = None):
         super().__init__(
             directory=directory,
-            port=free_ports(1)[0],
+            port=port or free_ports(1)[0],
             log=directory / "serve.log",
             environment=LINGER | environment,
         )
@@ -154,16 +154,19 @@ def server(ray_head: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 class SpotNode:
-    """A second Ray node of a head, with two accelerators and a name of its own; `id` is Ray's."""
+    """A second Ray node of a head, with two accelerators, perhaps of a type, and a name of its own; `id` is Ray's."""
 
     NAME = "spot-7"
 
-    def __init__(self, head: RayHead) -> None:
+    def __init__(self, head: RayHead, accelerator_type: str | None = None) -> None:
+        labels = {"kubernetes.io/hostname": self.NAME}
+        if accelerator_type is not None:
+            labels["ray.io/accelerator-type"] = accelerator_type
         environment = {
             **os.environ,
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": head.token,
-            "RAY_OVERRIDE_LABELS": json.dumps({"kubernetes.io/hostname": self.NAME}),
+            "RAY_OVERRIDE_LABELS": json.dumps(labels),
         }
         command = [
             sys.executable,
