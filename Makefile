@@ -24,7 +24,7 @@ export OMP_NUM_THREADS ?= 1
 export RAY_DEDUP_LOGS ?= 0
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: help setup demo test test-all lint format mutants bench bench-overlap bench-training bench-planned bench-models bench-queues bench-seeing image-test bench-resume bench-checkpoints bench-reduces bench-compiled kill-test kind-test upgrade-test ray-test torch-test gpu-check bench-service system-packages clean
+.PHONY: help setup demo test test-all lint format mutants bench bench-overlap bench-training bench-planned bench-models bench-queues bench-seeing image-test bench-resume bench-checkpoints bench-reduces bench-compiled chaos test-cluster kill-test kind-test upgrade-test ray-test torch-test gpu-check bench-service system-packages clean
 
 help:
 	@echo "make demo           install, start a local Slotline, train two jobs, show where the time went"
@@ -44,6 +44,8 @@ help:
 	@echo "make ray-test       what the control plane asks of Ray, asked of the minor version before ours too (2 minutes)"
 	@echo "make torch-test     the worker's tests with another torch, OTHER_TORCH=version (gigabytes; TORCH_INDEX=... for CPU wheels; 10 minutes)"
 	@echo "make gpu-check      the first hour on a machine with GPUs: ten checks up to the first failure, and one report, gpu-check.md"
+	@echo "make test-cluster   whole jobs on a cluster of network namespaces, part of test-all (root; 4 minutes)"
+	@echo "make chaos          16 kinds of faults on such a cluster: noticed when, named how, survived (root; up to 30 minutes)"
 	@echo "make kill-test      three replicas on PostgreSQL, one always killed or frozen, for SLOTLINE_KILL_TEST_S seconds (300)"
 	@echo "make bench-service  submissions beside Ray's Jobs API, waits of clients in a crowd and beside 10,000 waiting jobs, hostile bodies (8 minutes)"
 	@echo "make bench-reduces  sums of gradients behind a step and beside it, over rate-limited links (root)"

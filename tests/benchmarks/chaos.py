@@ -2,8 +2,9 @@
 
 `make chaos`, up to 30 minutes (Linux, root): Ray nodes with networks of their own (tests/cluster/networked_ray.py) and
 `slotline serve`. One job trains through all faults from which a job goes on, in an order that the seed draws; faults that
-end a job have one each. A fault is named right where the attempt's reason is the one expected, and its message names the node or
-the mesh that was hit. At the end every step stands in the record once, with the loss of a plain loop, and nothing is held.
+end a job have one each. A fault is named right where the attempt's reason is the one expected, and its message names the
+node or the mesh that was hit. At the end every step stands in the record once, with the loss of a plain loop, and no
+worker is left.
 Exit status 1 where that is not so, or where a healthy attempt was ended.
 """
 
