@@ -48,7 +48,7 @@ def unequal_job(
             "factory": "worker.examples.gpt:build",
             "args": {"layers": 3, "width": 12, "heads": 3, "vocab": 60, "length": LONGEST, "tied": True},
         },
-        "data": {"factory": "unequal_texts:Texts", "lengths": {"buckets": buckets}},
+        "data": {"factory": "tests.worker.unequal_texts:Texts", "lengths": {"buckets": buckets}},
         "loss": {"factory": "torch.nn:CrossEntropyLoss"},
         "optimizer": {"factory": "torch.optim:SGD", "args": {"lr": 0.3, "momentum": 0.9}},
         "training": {

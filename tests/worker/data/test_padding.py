@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unequal_texts import LONGEST, Texts, text_length, unequal_job
 
+from tests.worker.unequal_texts import LONGEST, Texts, text_length, unequal_job
 from worker.actor.batch_feed import Batches
 from worker.contract.failures import AttemptFailure
 from worker.contract.job import Data, Job, Lengths
@@ -69,11 +69,13 @@ class Stream:
 def microbatches(
     dataset: Any, *, batch: int, count: int, buckets: Any = "auto", **order: Any
 ) -> Microbatches:
-    data = Data("unequal_texts:Texts", lengths=Lengths(buckets=buckets))
+    data = Data("tests.worker.unequal_texts:Texts", lengths=Lengths(buckets=buckets))
     return Microbatches(SampleOrder(data, 5, batch, count, **order), own_loss=False, dataset=dataset)
 
 
-def job_of(factory: str = "unequal_texts:Texts", lengths: dict | None = None, **data: Any) -> Job:
+def job_of(
+    factory: str = "tests.worker.unequal_texts:Texts", lengths: dict | None = None, **data: Any
+) -> Job:
     spec = unequal_job()
     spec["data"] = {"factory": factory, "lengths": lengths or {}, **data}
     return Job.from_json(spec)
@@ -221,12 +223,12 @@ def test_both_readings_of_the_first_samples_are_of_the_data_set():
     ("factory", "lengths", "says"),
     [
         (
-            "unequal_texts:Texts",
+            "tests.worker.unequal_texts:Texts",
             {"buckets": [7, 11]},
             r"sample \d+ of data .* length \d+, and the largest .* is 11: add",
         ),
         (
-            "unequal_texts:Texts",
+            "tests.worker.unequal_texts:Texts",
             {"field": "ids"},
             "data.lengths.field is 'ids', and samples .* by position: leave it out",
         ),
@@ -281,7 +283,7 @@ def test_a_part_that_is_shorter_than_its_sample_is_refused(what, shown):
 
 
 def test_a_table_that_lies_is_refused():
-    made = job_of("unequal_texts:TextsWithLengths", {"buckets": [64]}, args={"wrong": 4})
+    made = job_of("tests.worker.unequal_texts:TextsWithLengths", {"buckets": [64]}, args={"wrong": 4})
     with pytest.raises(AttemptFailure, match=r"sample 4 of data .* has length .* and its `lengths` say"):
         batches = batches_of(made)
         for step, microbatch in ((s, m) for s in (1, 2) for m in range(5)):
@@ -294,7 +296,7 @@ def test_a_large_data_set_without_lengths_is_not_read_for_its_buckets(monkeypatc
         AttemptFailure, match="45: write buckets, or give the data set an attribute `lengths`"
     ):
         batches_of(job_of())
-    assert batches_of(job_of("unequal_texts:TextsWithLengths")).buckets[-1] <= LONGEST
+    assert batches_of(job_of("tests.worker.unequal_texts:TextsWithLengths")).buckets[-1] <= LONGEST
 
 
 def test_a_loss_that_cannot_weigh_unequal_microbatches_is_refused_by_the_worker():

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from unequal_texts import unequal_job
 
 from tests.polling import until
 from tests.tiers import some_by_day
 from tests.worker.actor.test_actor import job
 from tests.worker.driver.fake_gang import FakeGang
+from tests.worker.unequal_texts import unequal_job
 from tests.worker.workers import Workers
 from worker.actor.step_result import StepLengths
 from worker.checkpoint import format as checkpoint_format

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
-from unequal_texts import LONGEST, Texts, text_length, unequal_job
 
 from tests.tiers import some_by_day
 from tests.worker.cached import traced_once  # noqa: F401 (used by every test)
+from tests.worker.unequal_texts import LONGEST, Texts, text_length, unequal_job
 from tests.worker.workers import Workers
 from worker.checkpoint.format import finish_checkpoint
 from worker.contract.failures import AttemptFailure
@@ -199,7 +199,11 @@ def test_all_workers_tell_the_buckets_and_the_tokens_of_a_step():
 
 @some_by_day("workers", [1, 2], by_day=1)
 def test_an_evaluation_pads_to_the_longest_and_is_the_mean_over_its_tokens(workers):
-    data = {"factory": "unequal_texts:Texts", "args": {"samples": 12}, "lengths": {"buckets": [LONGEST]}}
+    data = {
+        "factory": "tests.worker.unequal_texts:Texts",
+        "args": {"samples": 12},
+        "lengths": {"buckets": [LONGEST]},
+    }
     spec = unequal_job(stages=2, workers=workers, evaluation={"data": data})
     plain = PlainLoop(spec).train(STEPS)
     with torch.no_grad():

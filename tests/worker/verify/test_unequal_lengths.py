@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from unequal_texts import unequal_job
-
 from tests.tiers import some_by_day
+from tests.worker.unequal_texts import unequal_job
 from tests.worker.verify.proving import proof_of
 from worker.actor.loaded import LoadedWorker
 
