@@ -31,7 +31,7 @@ class NetworkedRay:
     """A Ray head and its nodes, each in a network namespace of its own; `hosts` are their host names."""
 
     def __init__(self, net: Network, slots: Sequence[int]) -> None:
-        self.net, self.slots, self.hosts = net, slots, [f"slot-{k}" for k in range(len(slots))]
+        self.net, self.slots, self.hosts = net, slots, [host_name(k) for k in range(len(slots))]
         self.address, self.gcs_address = f"http://{net.addresses[0]}:8265", f"{net.addresses[0]}:6379"
         self.token = secrets.token_hex(16)
         self._folder = Path(tempfile.mkdtemp(prefix="sl"))  # names of sockets must stay short
@@ -48,6 +48,7 @@ class NetworkedRay:
         }
         return {
             "SLOTLINE_HOST": "0.0.0.0",
+            "SLOTLINE_OPEN_ACCESS": "true",
             "SLOTLINE_CLUSTERS": json.dumps({"net": cluster}),
             "SLOTLINE_QUEUES": json.dumps({"default": {"cluster": "net"}}),
         }
@@ -139,10 +140,21 @@ def process_title(process: psutil.Process) -> str:
 @contextlib.contextmanager
 def networked(slots: Sequence[int] = SLOTS, rate: float = RATE) -> Iterator[NetworkedRay]:
     """A head and nodes with these numbers of accelerators, over links of `rate` bit/s; everything is removed at the end."""
-    with network(len(slots), prefix="slotcl", subnet="10.213.78") as net:
+    with network(len(slots), prefix="slotcl", subnet="10.213.78") as net, contextlib.ExitStack() as stack:
         net.set_rate(rate)
+        for k, name in enumerate(
+            net.names
+        ):  # `ip netns exec` puts these in the place of /etc: no lookup asks far away
+            folder = Path("/etc/netns", name)
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.callback(shutil.rmtree, folder)
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{net.addresses[k]} {host_name(k)}\n")
+            (folder / "resolv.conf").write_text("")
         ray = NetworkedRay(net, slots)
-        try:
-            yield ray
-        finally:
-            ray.stop()
+        stack.callback(ray.stop)
+        yield ray
+
+
+def host_name(k: int) -> str:
+    """The name that node k gives itself."""
+    return f"slot-{k}"
