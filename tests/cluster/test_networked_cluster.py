@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from datetime import datetime
 
 import pytest
 
@@ -63,8 +64,10 @@ def test_a_link_that_is_cut_for_eight_seconds_ends_no_attempt(
     spec = long_job("gpt-eight")
     job_id = net_server.submit(spec)
     trained(net_server, job_id, 20)
+    heard = lambda: datetime.fromisoformat(net_server.job(job_id)["attempts"][0]["heartbeat_at"])  # noqa: E731
+    cut_at = heard()
     networked_ray.net.set_connected(2, False)
-    time.sleep(8)
+    until(lambda: (heard() - cut_at).total_seconds() > 8, lambda: net_server.job(job_id), every_s=0.2)
     networked_ray.net.set_connected(2, True)
     before = net_server.job(job_id)["progress"]["step"]
     trained(net_server, job_id, before + 20)
