@@ -93,9 +93,16 @@ class Settings(BaseSettings):
         "decrypt. Without one SQLite has a key file of its own, PostgreSQL takes no secrets",
     )
     open_access: bool = Field(default=False, description="Serve without a token beyond this machine")
-    oidc_issuer: str | None = Field(default=None, description="JWTs with this `iss` are tokens too")
-    oidc_audience: str | None = Field(default=None, description="The `aud` that such a JWT must have")
-    oidc_jwks_url: str | None = Field(default=None, description="The issuer's public keys: `https://...`")
+    oidc_issuer: str | None = Field(
+        default=None,
+        description="Identity provider, `https://...`: JWTs with this `iss` are tokens too, and pages log in there",
+    )
+    oidc_audience: str | None = Field(
+        default=None, description="The `aud` that such a JWT must have: the id of Slotline's client there"
+    )
+    oidc_client_secret: SecretStr | None = Field(
+        default=None, description="Secret of that client, where it has one; logins of pages send it"
+    )
     oidc_roles: dict[str, Role] = Field(
         default={},
         description='Values of the role claim and the roles that they give: `{"ml-admins": "admin"}`',
@@ -225,7 +232,7 @@ class Settings(BaseSettings):
             raise ValueError("give the first and the last port, e.g. 9400-9499")
         return value
 
-    @field_validator("api_token", "metrics_token", "ray_auth_token", mode="before")
+    @field_validator("api_token", "metrics_token", "ray_auth_token", "oidc_client_secret", mode="before")
     @classmethod
     def _token_without_blanks_around_it(cls, value: Any) -> Any:
         text = value.get_secret_value() if isinstance(value, SecretStr) else value
@@ -243,13 +250,13 @@ class Settings(BaseSettings):
                 raise ValueError("a key has at least 32 characters: openssl rand -hex 32 makes one")
         return value
 
-    @field_validator("oidc_jwks_url")
+    @field_validator("oidc_issuer")
     @classmethod
-    def _keys_come_over_tls(cls, value: str | None) -> str | None:
+    def _issuer_is_reached_over_tls(cls, value: str | None) -> str | None:
         url = urlsplit(value or "")
         if value and url.scheme != "https" and not (url.scheme == "http" and is_loopback(url.hostname or "")):
             raise ValueError(
-                "whoever changes the keys on their way can forge every identity: write https://..."
+                "whoever changes the issuer's keys on their way can forge every identity: write https://..."
             )
         return value
 
@@ -289,13 +296,12 @@ class Settings(BaseSettings):
         provider = {
             "SLOTLINE_OIDC_ISSUER": self.oidc_issuer,
             "SLOTLINE_OIDC_AUDIENCE": self.oidc_audience,
-            "SLOTLINE_OIDC_JWKS_URL": self.oidc_jwks_url,
             "SLOTLINE_OIDC_ROLES": self.oidc_roles,
         }
         missing = [name for name, value in provider.items() if not value]
-        if missing and len(missing) < len(provider):
+        if missing and (len(missing) < len(provider) or self.oidc_client_secret is not None):
             raise ValueError(
-                f"tokens of an identity provider need {', '.join(missing)} too: set all four or none"
+                f"an identity provider needs {', '.join(missing)} too: set all three or none of it"
             )
         return self
 
@@ -431,6 +437,7 @@ RETIRED_SETTINGS = {
     "SLOTLINE_DRIVER_PYTHON": _AS_CLUSTER.format("driver_python"),
     "SLOTLINE_DRIVER_RAY_ADDRESS": _AS_CLUSTER.format("driver_ray_address"),
     "SLOTLINE_WORKERS_PER_GPU": _AS_CLUSTER.format("workers_per_gpu"),
+    "SLOTLINE_OIDC_JWKS_URL": "SLOTLINE_OIDC_ISSUER names its keys itself, at /.well-known/openid-configuration",
     "SLOTLINE_RAY_AUTH_TOKEN_PATH": "set RAY_AUTH_TOKEN_PATH, as for Ray's own commands",
     "SLOTLINE_WEBHOOK_STATES": "SLOTLINE_WEBHOOK_URL is called when a job ends; a job's own notifications name its states",
     **{f"SLOTLINE_{name}": "its value is fixed now" for name in _FIXED_VALUES.split()},

@@ -23,13 +23,10 @@ from tests.tiers import some_by_day
 OPEN = {
     ("GET", path)
     for path in (
-        "/healthz",
-        "/readyz",
-        "/metrics",
-        "/api/v1/version",
-        "/openapi.json",
+        *("/healthz", "/readyz", "/metrics", "/api/v1/version", "/openapi.json"),
+        *("/login", "/login/callback", "/logout", "/static/{name}"),
     )
-}
+} | {("POST", "/login/renew"), ("POST", "/logout")}
 DRIVERS = "/api/v1/attempts/"
 
 

@@ -1,4 +1,5 @@
-// Calls to the JSON API. Where the server asks for a token, the browser asks for it (HTTP Basic).
+// Calls to the JSON API. Where the server asks for a token, the browser asks for it (HTTP Basic); where the user has
+// logged in at the identity provider, a session that has expired is renewed, or the user led there and back.
 
 const PAGE = 1000;
 
@@ -10,10 +11,29 @@ export class Problem extends Error {
   }
 }
 
+/** True once the session is good again; tabs of a browser ask one after the other, as a refresh token may be good once. */
+async function renewed() {
+  const ask = async () => {
+    if ((await fetch(`${location.origin}/api/v1/whoami`, { cache: "no-store" })).ok) return true;
+    return (await fetch(`${location.origin}/login/renew`, { method: "POST" })).ok;
+  };
+  return navigator.locks ? navigator.locks.request("slotline-session", ask) : ask();
+}
+
+/** The response at `path`. A user whose session cannot be renewed is led to the provider, and back to this page. */
+async function call(path, options) {
+  const ask = () => fetch(`${location.origin}${path}`, options);
+  const response = await ask();
+  if (response.status !== 401 || !document.body.dataset.user) return response;
+  if (await renewed()) return ask();
+  location.assign(`/login?${new URLSearchParams({ next: location.pathname + location.search + location.hash })}`);
+  return new Promise(() => {}); // this page is left
+}
+
 /** JSON at `path`; throws Problem for an error answer, TypeError when the server is away. */
 export async function read(path) {
   // an address with a name and password in it (http://me:token@host) is no base that fetch takes
-  const response = await fetch(`${location.origin}${path}`, { headers: { Accept: "application/json" }, cache: "no-store" });
+  const response = await call(path, { headers: { Accept: "application/json" }, cache: "no-store" });
   if (response.ok) return response.json();
   const body = await response.json().catch(() => ({}));
   throw new Problem(response.status, body.detail || body.title || `HTTP ${response.status}`);
@@ -37,7 +57,7 @@ export function addStep(step, list) {
 
 /** POST without a body to `path`; the answer's JSON. Throws as `read` does. */
 export async function change(path) {
-  const response = await fetch(`${location.origin}${path}`, { method: "POST", headers: { Accept: "application/json" } });
+  const response = await call(path, { method: "POST", headers: { Accept: "application/json" } });
   const body = await response.json().catch(() => ({}));
   if (!response.ok) throw new Problem(response.status, body.detail || body.title || `HTTP ${response.status}`);
   return body;

@@ -1,0 +1,75 @@
+"""A browser without a login: it is led to the identity provider, comes back, stays, renews its session, and logs out."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from service.api.sso import sso_of
+from service.settings.settings import Settings
+from tests.polling import until
+from tests.service.api.identity_provider import CodeProvider, code_provider
+from tests.service.api.test_oidc import AUDIENCE, ROLES
+from tests.service.serving import Served, serve
+
+
+@pytest.fixture
+def provider() -> Iterator[CodeProvider]:
+    with code_provider() as provider:
+        yield provider
+
+
+@pytest.fixture
+def site(provider: CodeProvider, tmp_path: Path) -> Iterator[Served]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    provider.redirect_uri = f"{url}/login/callback"
+    settings = Settings(
+        data_dir=tmp_path / "data",
+        public_url=url,
+        oidc_issuer=provider.url,
+        oidc_audience=AUDIENCE,
+        oidc_roles=ROLES,
+    )
+    with serve(settings, port=port) as served:
+        yield served
+
+
+def test_a_visitor_logs_in_stays_on_the_page_and_logs_out(
+    site: Served, provider: CodeProvider, page, tmp_path: Path
+):
+    page.open(f"{site.url}/?state=QUEUED#jobs")
+    assert page.js("location.href") == f"{site.url}/?state=QUEUED#jobs"
+    assert page.js("document.querySelector('.account span').textContent") == "ana"
+    assert page.js("document.cookie") == "", "no script reads the session"
+    page.screenshot(tmp_path / "logged-in.png")
+    asked = provider.seen.count("/authorize")
+
+    sso_of(site.app)._now = lambda: time.time() + 601
+    provider.claims = {"exp": int(time.time()) + 3600}
+    page.js("window.sameDocument = true")
+    until(lambda: page.js("fetch('/api/v1/whoami').then(answer => answer.ok)"), "the page renews its session")
+    assert page.js("window.sameDocument") and provider.seen.count("/authorize") == asked, (
+        "by its refresh token"
+    )
+
+    sso_of(site.app)._now = lambda: time.time() + 3601
+    provider.claims, provider.gives_refresh_tokens = {"exp": int(time.time()) + 7200}, False
+    provider.refresh_tokens.clear()
+    page.wait("!window.sameDocument && document.body?.dataset.ready === 'true'")
+    assert provider.seen.count("/authorize") > asked, "over the provider"
+    assert page.js("location.href") == f"{site.url}/?state=QUEUED#jobs", "and back to the same place"
+
+    page.errors.clear()
+    page.click(".account button")
+    page.wait("location.pathname === '/logout' && document.body?.dataset.ready === 'true'")
+    page.screenshot(tmp_path / "logged-out.png")
+    assert "logged out of Slotline" in page.js("document.querySelector('main').textContent")
+    assert page.js("fetch('/api/v1/whoami').then(answer => answer.status)") == 401
+    assert page.errors == [error for error in page.errors if "401" in error], page.errors
