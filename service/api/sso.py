@@ -162,7 +162,9 @@ class SingleSignOn:
         return session, flow["next"]
 
     async def renew(self, request: Request) -> PageSession:
-        """The session of the request's cookie with a new ID token. Raises SignOnError: log in again."""
+        """The session of the request's cookie with a new ID token. Raises SignOnError, of 404 where there is no cookie."""
+        if self._session_cookie not in request.cookies:
+            raise SignOnError(404, "nobody is logged in with this browser: log in")
         old = self._any_session(request)
         if old is None or old.refresh_token is None:
             raise SignOnError(401, "the session cannot be renewed: log in again")
@@ -223,9 +225,12 @@ class SingleSignOn:
                 form["client_secret"] = secret
         try:
             status, tokens = await fetch_json("POST", url, form=form, auth=auth)
-        except (httpx.HTTPError, ValueError, RecursionError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, RecursionError) as error:
             logger.warning("%s gave no tokens: %s", url, str(error) or type(error).__name__)
             raise SignOnError(503, "the identity provider does not answer: try again") from None
+        if status >= 500:
+            logger.warning("%s answered %s", url, status)
+            raise SignOnError(503, "the identity provider does not answer: try again")
         if status != 200 or not isinstance(tokens, dict) or not isinstance(tokens.get("id_token"), str):
             reason = tokens.get("error") if isinstance(tokens, dict) else None
             logger.warning("%s gave no ID token: status %s, error %r", url, status, reason)

@@ -187,7 +187,7 @@ async def finish_login(request: Request, sso: ConfiguredSso) -> Response:
 
 @open_router.post("/login/renew")
 async def renew_login(request: Request, sso: ConfiguredSso) -> Response:
-    """Continue the session with a new ID token; 401 where its user must log in again."""
+    """Continue the session with a new ID token; 401 where its user must log in again, 404 where nobody is logged in."""
     _check_own_page(request, sso)
     try:
         session = await sso.renew(request)

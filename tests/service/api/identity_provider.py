@@ -31,6 +31,7 @@ class CodeProvider:
     claims: dict[str, Any] = field(default_factory=dict)
     denies: str | None = None
     gives_refresh_tokens: bool = True
+    is_away: bool = False
     codes: dict[str, dict[str, str]] = field(default_factory=dict)
     refresh_tokens: set[str] = field(default_factory=set)
     seen: list[str] = field(default_factory=list)
@@ -50,6 +51,8 @@ class CodeProvider:
 
     def tokens(self, form: dict[str, str], authorization: str | None) -> tuple[int, dict[str, Any]]:
         """The answer of the token endpoint."""
+        if self.is_away:
+            return 502, {}
         if self.client_secret is not None:
             basic = base64.b64encode(f"{AUDIENCE}:{self.client_secret}".encode()).decode()
             if authorization != f"Basic {basic}" and form.get("client_secret") != self.client_secret:

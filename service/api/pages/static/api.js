@@ -11,22 +11,28 @@ export class Problem extends Error {
   }
 }
 
-/** True once the session is good again; tabs of a browser ask one after the other, as a refresh token may be good once. */
+/** An answer that is ok once the session is good again. Tabs ask one after the other: a refresh token may be good once. */
 async function renewed() {
   const ask = async () => {
-    if ((await fetch(`${location.origin}/api/v1/whoami`, { cache: "no-store" })).ok) return true;
-    return (await fetch(`${location.origin}/login/renew`, { method: "POST" })).ok;
+    const known = await fetch(`${location.origin}/api/v1/whoami`, { cache: "no-store" }); // another tab was quicker
+    return known.ok ? known : fetch(`${location.origin}/login/renew`, { method: "POST" });
   };
   return navigator.locks ? navigator.locks.request("slotline-session", ask) : ask();
 }
 
-/** The response at `path`. A user whose session cannot be renewed is led to the provider, and back to this page. */
+/**
+ * The response at `path`. A user whose session cannot be renewed is led to the provider, and back to this page; one who
+ * has logged out in another tab is not logged in again.
+ */
 async function call(path, options) {
   const ask = () => fetch(`${location.origin}${path}`, options);
   const response = await ask();
   if (response.status !== 401 || !document.body.dataset.user) return response;
-  if (await renewed()) return ask();
-  location.assign(`/login?${new URLSearchParams({ next: location.pathname + location.search + location.hash })}`);
+  const renewal = await renewed();
+  if (renewal.ok) return ask();
+  if (renewal.status !== 401 && renewal.status !== 404) return renewal; // its problem says why
+  const here = new URLSearchParams({ next: location.pathname + location.search + location.hash });
+  location.assign(renewal.status === 404 ? "/logout" : `/login?${here}`);
   return new Promise(() => {}); // this page is left
 }
 

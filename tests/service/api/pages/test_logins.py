@@ -73,3 +73,25 @@ def test_a_visitor_logs_in_stays_on_the_page_and_logs_out(
     assert "logged out of Slotline" in page.js("document.querySelector('main').textContent")
     assert page.js("fetch('/api/v1/whoami').then(answer => answer.status)") == 401
     assert page.errors == [error for error in page.errors if "401" in error], page.errors
+
+
+def test_a_tab_is_not_logged_in_again_after_a_logout_in_another(
+    site: Served, provider: CodeProvider, page, tmp_path: Path
+):
+    page.open(f"{site.url}/cluster")
+    asked = provider.seen.count("/authorize")
+    page.call("Network.clearBrowserCookies")  # as the answer to the other tab's POST /logout does
+    page.wait("location.pathname === '/logout'")
+    assert provider.seen.count("/authorize") == asked == 1
+
+
+def test_while_the_provider_is_away_a_page_says_so_and_stays(
+    site: Served, provider: CodeProvider, page, tmp_path: Path
+):
+    page.open(f"{site.url}/cluster")
+    sso_of(site.app)._now = lambda: time.time() + 601
+    provider.is_away = True
+    page.wait("document.getElementById('connection').textContent.includes('provider does not answer')")
+    provider.is_away, provider.claims = False, {"exp": int(time.time()) + 3600}
+    page.wait("document.getElementById('connection').textContent === ''")
+    assert page.js("location.pathname") == "/cluster" and provider.seen.count("/authorize") == 1
