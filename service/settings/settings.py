@@ -28,7 +28,7 @@ from service.settings.clusters import (
 )
 from service.spec.job import Name
 from service.spec.principals import Role
-from service.spec.values import check_webhook_secret, checked_webhook_url
+from service.spec.values import check_webhook_secret, checked_webhook_url, is_listable, uri_scheme
 
 MEBIBYTE = 1 << 20
 FOR_EVER = -1
@@ -66,6 +66,11 @@ class Settings(BaseSettings):
     database_url: str = Field(
         default="",
         description="`postgresql://user:password@host/name`; empty: SQLite in `SLOTLINE_DATA_DIR`, for one server",
+    )
+    packages_uri: str | None = Field(
+        default=None,
+        description="Where uploaded code lies: `s3://bucket/folder`, `gs://...`, or a path that all servers share; empty: "
+        "in the database",
     )
     log_level: Literal["debug", "info", "warning", "error", "critical"] = Field(
         default="info",
@@ -150,9 +155,6 @@ class Settings(BaseSettings):
     orchestrator: bool = Field(
         default=True,
         description="`false`: this server only answers, beside others on the same PostgreSQL that start jobs",
-    )
-    start_timeout_s: Annotated[float, Field(gt=0)] = Field(
-        default=600.0, description="Limit for Ray to take a driver, and then for the driver's first report"
     )
     profile_every_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         default=30.0,
@@ -266,6 +268,22 @@ class Settings(BaseSettings):
         if value and not value.startswith(("http://", "https://")):
             raise ValueError("drivers and browsers call it over HTTP: write http://... or https://...")
         return value.rstrip("/") if value else None
+
+    @field_validator("packages_uri")
+    @classmethod
+    def _packages_can_be_stored(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        scheme = uri_scheme(value)
+        if not is_listable(value) or (scheme == "" and not Path(value).is_absolute()):
+            raise ValueError("write s3://bucket/folder, gs://bucket/folder, or an absolute path")
+        from fsspec import get_filesystem_class  # which a client alone has not
+
+        try:
+            get_filesystem_class(scheme or "file")
+        except ImportError as error:
+            raise ValueError(f"{error}: install slotline[storage]") from None
+        return value
 
     @field_validator("log_level", mode="before")
     @classmethod
@@ -429,8 +447,8 @@ _FIXED_VALUES = """
     BODY_LIMIT_BYTES CANCEL_GRACE_S CLUSTER_REFRESH_S EXPORT_TIMEOUT_S KEEP_PACKAGES_DAYS KEEP_PLANS_DAYS LEASE_S
     LOCAL_RAY_PORT LOG_LIMIT_BYTES METRICS_LINGER_S NAMED_PLANS NAMED_PLAN_LIMIT_BYTES PACKAGE_LIMIT_BYTES
     PACKAGE_UNPACKED_LIMIT_BYTES PLAN_ACTION_LIMIT PLAN_TIMEOUT_S PROFILE_LIMIT_BYTES PROFILE_TIMEOUT_S
-    QUEUE_PATIENCE_S RAY_TIMEOUT_S REMOVAL_TIMEOUT_S RETRY_BACKOFF_LIMIT_S RETRY_BACKOFF_S SILENCE_LIMIT_S TICK_S
-    TIMELINES_KEPT
+    QUEUE_PATIENCE_S RAY_TIMEOUT_S REMOVAL_TIMEOUT_S RETRY_BACKOFF_LIMIT_S RETRY_BACKOFF_S SILENCE_LIMIT_S
+    START_TIMEOUT_S TICK_S TIMELINES_KEPT
 """
 _AS_CLUSTER = "name that cluster in SLOTLINE_CLUSTERS, with {}, and let its queues name it (SLOTLINE_QUEUES)"
 RETIRED_SETTINGS = {
