@@ -75,6 +75,17 @@ def test_a_visitor_logs_in_stays_on_the_page_and_logs_out(
     assert page.errors == [error for error in page.errors if "401" in error], page.errors
 
 
+def test_a_long_name_fits_into_the_window_of_a_phone(
+    site: Served, provider: CodeProvider, page, tmp_path: Path
+):
+    provider.claims = {"sub": "somebody.with-a-very-long-name@department.of.a.large.organisation.example"}
+    page.open(f"{site.url}/cluster", width=400, height=800)
+    page.screenshot(tmp_path / "narrow.png")
+    assert page.js("document.documentElement.scrollWidth - document.documentElement.clientWidth") <= 0
+    right = page.js("document.querySelector('.account button').getBoundingClientRect().right")
+    assert right <= 400
+
+
 def test_a_tab_is_not_logged_in_again_after_a_logout_in_another(
     site: Served, provider: CodeProvider, page, tmp_path: Path
 ):
