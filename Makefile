@@ -40,7 +40,7 @@ help:
 	@echo "make bench-seeing   what it costs to see a step: slots, reports, metrics, traces (10 minutes)"
 	@echo "make image-test     what the images install, in empty environments, and a job in it (TORCH_INDEX=...; 10 minutes)"
 	@echo "make kind-test      the chart on a kind cluster: install, helm test, a job, an upgrade (TORCH_INDEX=... KUBERAY_CHART=...; docker)"
-	@echo "make upgrade-test   FROM=revision: that control plane upgraded to this tree's while a job trains on a local Ray (1 minute)"
+	@echo "make upgrade-test   FROM=revision: that control plane upgraded to this tree's while a job trains on a local Ray (1 minute; DATABASE=postgresql)"
 	@echo "make ray-test       what the control plane asks of Ray, asked of the minor version before ours too (2 minutes)"
 	@echo "make torch-test     the worker's tests with another torch, OTHER_TORCH=version (gigabytes; TORCH_INDEX=... for CPU wheels; 10 minutes)"
 	@echo "make gpu-check      the first hour on a machine with GPUs: ten checks up to the first failure, and one report, gpu-check.md"
@@ -174,7 +174,7 @@ torch-test: setup $(VENV)/torch-$(OTHER_TORCH)/.ready
 	$(PYTEST) -m "not ($(BY_NIGHT) or ray)" $(PYTEST_ARGS) tests/worker
 
 upgrade-test: setup
-	$(BIN)/python -m tests.benchmarks.upgrade $(FROM)
+	$(BIN)/python -m tests.benchmarks.upgrade $(FROM) $(DATABASE)
 
 # On a machine with GPUs, with the extra cuda12 or cuda13 installed. GPU_CHECK_ARGS="--from lanes" goes on behind what was mended.
 gpu-check: setup

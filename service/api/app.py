@@ -26,6 +26,7 @@ from service.api.middleware import (
 )
 from service.api.pages import router as pages
 from service.api.routers import OTHER_ROUTERS, USER_ROUTERS
+from service.api.sso import single_sign_on
 from service.jobs.artifacts import PACKAGE_LIMIT_BYTES
 from service.jobs.service import Service
 from service.schemas.system import ProblemDetails
@@ -46,6 +47,7 @@ def create_app(settings: Settings, serving: Callable[[], AbstractAsyncContextMan
         async with contextlib.AsyncExitStack() as stack:
             try:
                 app.state.service = await stack.enter_async_context(serving())
+                app.state.sso = single_sign_on(settings, app.state.service.identity)
             except Exception as error:
                 app.state.start_error = error  # for the command, which prints it in one line
                 raise
@@ -96,7 +98,7 @@ def _routes() -> Sequence[BaseRoute]:
             router, dependencies=[Depends(auth.require_user)], responses=errors.responses(401, 403)
         )
     every.include_router(pages.router, dependencies=[Depends(auth.require_user)])
-    for router in OTHER_ROUTERS:
+    for router in (*OTHER_ROUTERS, pages.open_router):
         every.include_router(router)
     return every.routes
 

@@ -2,7 +2,8 @@
 
 Users send an API token, a JWT of the identity provider (oidc.py), or the token of a setting; drivers send the token
 of their attempt. A token comes as `Authorization: Bearer`, or as the password of HTTP Basic, which browsers ask for.
-Browsers send Basic with any request, so it may change nothing unless the page that asks is our own.
+Where pages log in at the identity provider, browsers have a session (sso.py). They send it, and Basic, with any
+request, so neither may change anything unless the page that asks is our own.
 
 A route that LEAST_ROLE does not list is for admins; a test finds it. Ownership of single jobs, plans and secrets is
 checked by the routes themselves.
@@ -18,7 +19,8 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from service.api.dependencies import CurrentService
-from service.api.oidc import IdentityProvider, InvalidTokenError, KeysUnavailableError, NoRoleError
+from service.api.oidc import IdentityProvider, InvalidTokenError, IssuerUnavailableError, NoRoleError
+from service.api.sso import SIGNED_ON, sso_of
 from service.jobs.problems import ProblemError
 from service.jobs.service import Service
 from service.spec.principals import (
@@ -43,7 +45,6 @@ _VIEWER_ROUTES = (
     ("GET", "/jobs/{job_id}/gaps"),
     ("GET", "/jobs/{job_id}/memory"),
     ("GET", "/jobs/{job_id}/profiled-steps"),
-    ("GET", "/static/{name}"),
     ("GET", "/api/v1/cluster"),
     ("GET", "/api/v1/jobs"),
     ("GET", "/api/v1/jobs/{job_id}"),
@@ -108,7 +109,6 @@ def least_role(method: str, path: str) -> Role:
 
 _ADMITTED = "slotline.admitted"
 """In the scope of a request that was let through: its route asks before the body is read, its dependencies again."""
-_CHALLENGE = {"WWW-Authenticate": 'Basic realm="slotline", charset="UTF-8"'}
 
 
 async def require_user(request: Request, service: CurrentService) -> Principal:
@@ -119,12 +119,16 @@ async def require_user(request: Request, service: CurrentService) -> Principal:
         return admitted
     token = _bearer_token(request) or _basic_token(request)
     if token is None:
-        raise ProblemError(401, "a token is needed: send Authorization: Bearer <token>", headers=_CHALLENGE)
-    caller = await _find_principal(service, token)
+        caller = _session_principal(request)
+    else:
+        caller = await _find_principal(service, token, request)
     if caller is None:
-        raise ProblemError(
-            401, "the token is not valid: ask for one made by `slotline token`", headers=_CHALLENGE
+        detail = (
+            "a token is needed: send Authorization: Bearer <token>"
+            if token is None
+            else "the token is not valid: ask for one made by `slotline token`"
         )
+        raise ProblemError(401, detail, headers=_challenge(request))
     path = getattr(request.scope.get("route"), "path", "")
     least = least_role(request.method, path)
     if not caller.role.includes(least):
@@ -160,7 +164,32 @@ async def require_driver(attempt_id: str, request: Request, service: CurrentServ
 DriverAttempt = Annotated[AttemptRow, Depends(require_driver)]
 
 
-async def _find_principal(service: Service, token: str) -> Principal | None:
+def _challenge(request: Request) -> dict[str, str]:
+    """The scheme that a refusal asks for: browsers ask their users for Basic; not where these log in at the provider,
+    unless they want to use a token (`/?token`)."""
+    by_token = sso_of(request.app) is None or "token" in request.query_params
+    return {
+        "WWW-Authenticate": 'Basic realm="slotline", charset="UTF-8"'
+        if by_token
+        else 'Bearer realm="slotline"'
+    }
+
+
+def _session_principal(request: Request) -> Principal | None:
+    """The user of the pages' session; None without one. 403 for a change that another page sends with it."""
+    sso = sso_of(request.app)
+    session = None if sso is None else sso.session(request)
+    if sso is None or session is None:
+        return None
+    if request.method not in ("GET", "HEAD") and not sso.is_own_page(request):
+        raise ProblemError(
+            403, "only a page of this server may change something with the browser's login: send a token"
+        )
+    request.scope[SIGNED_ON] = session.name
+    return session.principal
+
+
+async def _find_principal(service: Service, token: str, request: Request) -> Principal | None:
     """The owner of a token of the settings, of the identity provider, or of the store; None for an unknown one."""
     settings = service.settings
     for secret, owner in (
@@ -170,21 +199,21 @@ async def _find_principal(service: Service, token: str) -> Principal | None:
         if secret is not None and _same_secret(token, secret.get_secret_value()):
             return owner
     if service.identity is not None and token.count(".") == 2:  # a JWT: no token of ours has a dot
-        return await _oidc_principal(service.identity, token)
+        return await _oidc_principal(service.identity, token, request)
     async with service.database.read() as session:
         return await find_token(session, token_digest(token), at=utc_now())
 
 
-async def _oidc_principal(identity: IdentityProvider, token: str) -> Principal:
+async def _oidc_principal(identity: IdentityProvider, token: str, request: Request) -> Principal:
     try:
         return await identity.principal(token)
     except InvalidTokenError as error:
         raise ProblemError(
-            401, f"the token of the identity provider is not valid: {error}", headers=_CHALLENGE
+            401, f"the token of the identity provider is not valid: {error}", headers=_challenge(request)
         ) from None
     except NoRoleError as error:
         raise ProblemError(403, f"{error}: ask an admin") from None
-    except KeysUnavailableError:
+    except IssuerUnavailableError:
         raise ProblemError(
             503, "the identity provider's keys cannot be read: try again", headers={"Retry-After": "30"}
         ) from None

@@ -16,11 +16,13 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.responses import RedirectResponse
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from starlette.exceptions import HTTPException
 
 from service.api.pages.router import is_for_a_reader, missing_page
+from service.api.sso import sso_of
 from service.jobs.problems import ProblemCode, ProblemError
 from service.orchestrator.attempts.outcome import StaleAttemptError
 from service.orchestrator.planning.pool import PlannerBusyError, PlanRefusedError, PlanTimeoutError
@@ -120,7 +122,9 @@ _ANSWERS = (
 def install_error_handlers(app: FastAPI) -> None:
     """Answer every exception with a problem."""
 
-    async def problem(_: Request, error: ProblemError) -> Response:
+    async def problem(request: Request, error: ProblemError) -> Response:
+        if error.status == 401 and (address := _login_address(request)) is not None:
+            return RedirectResponse(address, 303, headers={"Cache-Control": "no-store"})
         return problem_response(
             error.status, error.detail, errors=error.errors, headers=error.headers, code=error.code
         )
@@ -170,6 +174,15 @@ def install_error_handlers(app: FastAPI) -> None:
     ]
     for kind, handler in handlers:
         app.add_exception_handler(kind, handler)
+
+
+def _login_address(request: Request) -> str | None:
+    """The page that logs a visitor of a page in; None for a program, and for who sends a token or wants to (`?token`)."""
+    sso = sso_of(request.app)
+    wants_token = "authorization" in request.headers or "token" in request.query_params
+    if sso is None or wants_token or request.method != "GET" or not is_for_a_reader(request):
+        return None
+    return sso.login_address(request)
 
 
 def _http_detail(request: Request, error: HTTPException, headers: Mapping[str, str]) -> str:

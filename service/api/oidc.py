@@ -1,7 +1,7 @@
 """Verifies JWTs of one OpenID Connect issuer with its published keys (JWKS), and maps claims to a Principal.
 
-Nothing in a token says how it is checked: issuer, audience, algorithms and the address of the keys are settings.
-Keys are fetched rarely, whatever key ids callers send.
+Nothing in a token says how it is checked: issuer, audience and algorithms are settings, and the issuer's own document
+(OpenID Connect Discovery) names the address of its keys. Both are fetched rarely, whatever key ids callers send.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _KEYS_EXPIRE_AFTER_S = 3600.0
 _MIN_FETCH_INTERVAL_S = 30.0
 """Least time between two reads of the keys, whatever key ids callers make up."""
 _FETCH_TIMEOUT_S = 5.0
-_JWKS_LIMIT_BYTES = 262_144
+_ANSWER_LIMIT_BYTES = 262_144
+_DISCOVERY_PATH = "/.well-known/openid-configuration"
 _MAX_KEYS = 100
 
 
@@ -49,8 +50,8 @@ class NoRoleError(Exception):
     """The token is good, and its claims give no role here, or no name."""
 
 
-class KeysUnavailableError(Exception):
-    """The issuer's keys cannot be read now: nothing can be said of a token."""
+class IssuerUnavailableError(Exception):
+    """The issuer's document or keys cannot be read now: nothing can be said of a token."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,22 @@ class IdentityProvider:
     """The issuer that the settings name."""
 
     def __init__(self, settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> None:
-        assert settings.oidc_issuer and settings.oidc_audience and settings.oidc_jwks_url
+        assert settings.oidc_issuer and settings.oidc_audience
         self._issuer, self._audience = settings.oidc_issuer, settings.oidc_audience
         self._name_claim, self._role_claim = settings.oidc_name_claim, settings.oidc_role_claim
         self._roles = settings.oidc_roles
-        self.keys = KeySet(settings.oidc_jwks_url, clock=clock)
+        self.metadata = IssuerMetadata(settings.oidc_issuer, clock=clock)
 
     async def principal(self, token: str) -> Principal:
-        """The principal that the token was issued to. Raises InvalidTokenError, NoRoleError or KeysUnavailableError."""
+        """The principal that the token was issued to. Raises InvalidTokenError, NoRoleError or IssuerUnavailableError."""
+        return self.principal_of(await self.claims(token))
+
+    def principal_of(self, claims: Mapping[str, Any]) -> Principal:
+        """The principal of verified claims. Raises NoRoleError."""
+        return Principal(self._name(claims), self._role(claims))
+
+    async def claims(self, token: str) -> dict[str, Any]:
+        """The claims of a token that is valid now. Raises InvalidTokenError or IssuerUnavailableError."""
         if len(token) > _TOKEN_MAX_CHARS:
             raise InvalidTokenError(f"it has more than {_TOKEN_MAX_CHARS} characters")
         try:
@@ -82,13 +91,13 @@ class IdentityProvider:
         algorithm, key_id = header.get("alg"), header.get("kid")
         if algorithm not in ALGORITHMS:
             raise InvalidTokenError(f"its algorithm {algorithm!r} is not one of {', '.join(ALGORITHMS)}")
-        key = await self.keys.find(key_id)
+        key = await self.metadata.find_key(key_id)
         if key is None:
             raise InvalidTokenError(f"the issuer has no key {key_id!r}")
         if algorithm not in key.algorithms:
             raise InvalidTokenError(f"the key {key_id!r} is not for the algorithm {algorithm}")
         try:
-            claims = jwt.decode(
+            return jwt.decode(
                 token,
                 key=key.public,
                 algorithms=key.algorithms,
@@ -99,10 +108,9 @@ class IdentityProvider:
             )
         except jwt.PyJWTError as error:
             raise InvalidTokenError(str(error)) from None
-        return Principal(self._name(claims), self._role(claims))
 
     async def close(self) -> None:
-        await self.keys.close()
+        await self.metadata.close()
 
     def _name(self, claims: Mapping[str, Any]) -> str:
         value = claims.get(self._name_claim)
@@ -124,28 +132,38 @@ class IdentityProvider:
         return max(roles, key=list(Role).index)
 
 
-class KeySet:
-    """The public keys at an address, by their ids."""
+class IssuerMetadata:
+    """The document that an issuer publishes about itself, and its public keys by their ids."""
 
-    def __init__(self, url: str, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._url, self._clock = url, clock
+    def __init__(self, issuer: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._issuer, self._clock = issuer, clock
         self._keys: dict[str | None, SigningKey] = {}
+        self._document: dict[str, Any] = {}
         self._read_at = self._asked_at = float("-inf")
         self._asking: asyncio.Task[None] | None = None
 
-    async def find(self, key_id: Any) -> SigningKey | None:
+    async def find_key(self, key_id: Any) -> SigningKey | None:
         """The key with this id, or the only one where none is named; None where there is none.
 
-        Raises KeysUnavailableError where no keys are known, or too old ones.
+        Raises IssuerUnavailableError where no keys are known, or too old ones.
         """
-        if self._age() > _KEYS_EXPIRE_AFTER_S or self._look_up(key_id) is None:
+        await self._be_current(missing=self._look_up(key_id) is None)
+        return self._look_up(key_id)
+
+    async def document(self) -> Mapping[str, Any]:
+        """The issuer's document, whose `issuer` is the configured one. Raises IssuerUnavailableError."""
+        await self._be_current()
+        return self._document
+
+    async def _be_current(self, *, missing: bool = False) -> None:
+        """Read document and keys anew where they are too old or lack something; what is merely old is read behind this."""
+        if self._age() > _KEYS_EXPIRE_AFTER_S or missing:
             if (asking := self._ask()) is not None:
                 await asyncio.shield(asking)
             if self._age() > _KEYS_EXPIRE_AFTER_S:
-                raise KeysUnavailableError(f"the keys at {self._url} cannot be read")
+                raise IssuerUnavailableError(f"document and keys of {self._issuer} cannot be read")
         elif self._age() > _REFRESH_AFTER_S:
-            self._ask()  # nobody waits for it: the key at hand is still good
-        return self._look_up(key_id)
+            self._ask()  # nobody waits for it: what is at hand is still good
 
     async def close(self) -> None:
         if self._asking is not None:
@@ -173,26 +191,57 @@ class KeySet:
     async def _read(self) -> None:
         try:
             async with asyncio.timeout(_FETCH_TIMEOUT_S):
-                keys = usable_keys(json.loads(await self._fetch()))
-        except (httpx.HTTPError, OSError, TimeoutError, ValueError, RecursionError) as error:
+                document = await self._fetch(self._issuer.rstrip("/") + _DISCOVERY_PATH)
+                if not isinstance(document, dict) or document.get("issuer") != self._issuer:
+                    raise ValueError("the document that it publishes is not of this issuer")
+                keys = usable_keys(await self._fetch(endpoint(document, "jwks_uri")))
+        except (
+            httpx.HTTPError,
+            httpx.InvalidURL,
+            OSError,
+            TimeoutError,
+            ValueError,
+            RecursionError,
+        ) as error:
             reason = str(error) or type(error).__name__
-            logger.warning("the identity provider's keys at %s cannot be read: %s", self._url, reason)
+            logger.warning("document and keys of the issuer %s cannot be read: %s", self._issuer, reason)
             return
-        self._keys, self._read_at = keys, self._clock()
+        self._keys, self._document, self._read_at = keys, document, self._clock()
 
-    async def _fetch(self) -> bytes:
-        async with (
-            httpx.AsyncClient(timeout=_FETCH_TIMEOUT_S, follow_redirects=False) as client,
-            client.stream("GET", self._url, headers={"Accept": "application/json"}) as response,
-        ):
-            if response.status_code != 200:
-                raise ValueError(f"the answer is {response.status_code}")
-            content = bytearray()
-            async for piece in response.aiter_bytes():
-                content += piece
-                if len(content) > _JWKS_LIMIT_BYTES:
-                    raise ValueError(f"the answer is longer than {_JWKS_LIMIT_BYTES} bytes")
-            return bytes(content)
+    async def _fetch(self, url: str) -> Any:
+        status, body = await fetch_json("GET", url)
+        if status != 200:
+            raise ValueError(f"{url} answered {status}")
+        return body
+
+
+async def fetch_json(
+    method: str, url: str, *, form: Mapping[str, str] | None = None, auth: tuple[str, str] | None = None
+) -> tuple[int, Any]:
+    """Status and JSON of an answer; follows no redirect. Raises httpx's errors; ValueError for no or too long JSON."""
+    async with (
+        httpx.AsyncClient(timeout=_FETCH_TIMEOUT_S, follow_redirects=False) as client,
+        client.stream(method, url, data=form, auth=auth, headers={"Accept": "application/json"}) as response,
+    ):
+        content = bytearray()
+        async for piece in response.aiter_bytes():
+            content += piece
+            if len(content) > _ANSWER_LIMIT_BYTES:
+                raise ValueError(f"the answer of {url} is longer than {_ANSWER_LIMIT_BYTES} bytes")
+        try:
+            return response.status_code, json.loads(content)
+        except ValueError:
+            raise ValueError(f"{url} answered {response.status_code} without JSON") from None
+
+
+def endpoint(document: Mapping[str, Any], name: str) -> str:
+    """An address in an issuer's document; only https, unless the issuer is on plain HTTP (of this machine). ValueError."""
+    url = document.get(name)
+    if not isinstance(url, str) or not url.startswith(("https://", "http://")):
+        raise ValueError(f"the issuer's document names no {name}")
+    if not url.startswith("https://") and document["issuer"].startswith("https://"):
+        raise ValueError(f"the issuer's {name} is {url!r}, which is no https address")
+    return url
 
 
 def usable_keys(document: Any) -> dict[str | None, SigningKey]:

@@ -43,10 +43,12 @@ from service.spec.states import JobState
 from service.spec.values import is_listable, shadowing_message, uri_scheme
 from service.store.database import utc_now
 from service.store.files import (
+    PackagesUnreachableError,
     StorageInUseError,
     StoredArtifact,
     find_package,
     package_size_and_time,
+    put_package,
     renew_package,
     resume_checkpoint_folder,
     store_package,
@@ -68,7 +70,7 @@ _LOOK_LIMIT_S = 20.0
 _CHECKSUM_LIMIT_S = 40.0
 _WRITE_TIMEOUT_S = 600.0  # a driver waits no longer for a checkpoint
 PACKAGE_LIMIT_BYTES = 64 << 20
-"""An uploaded zip of code at most: it lies in the database, and every node of a job gets it."""
+"""An uploaded zip of code at most: it lies in the database or a bucket, and every node of a job gets it."""
 UNPACKED_LIMIT_BYTES = 512 << 20
 """The same, unpacked on each node."""
 _MAX_ZIP_FILES = 20_000
@@ -354,22 +356,30 @@ def _export_artifact(export: FoundExport, expires_at: datetime | None) -> Artifa
 async def store_zip(service: Service, content: bytes, owner: str) -> tuple[PackageView, bool]:
     """Store a package for `owner`; the flag is true where the owner had stored the same before.
 
-    413 for one that is too long, also unpacked, 422 for one that is not safe to unpack.
+    413 for one that is too long, also unpacked, 422 for one that is not safe to unpack, 503 where its place is away.
     """
     if len(content) > PACKAGE_LIMIT_BYTES:
         raise ProblemError(413, f"the zip is longer than {PACKAGE_LIMIT_BYTES} bytes: leave data out")
     digest = await asyncio.to_thread(_checked_zip_digest, content)
+    try:
+        package = await put_package(digest, content, uri=service.settings.packages_uri)
+    except PackagesUnreachableError as error:
+        raise ProblemError(
+            503,
+            f"the package cannot be stored (SLOTLINE_PACKAGES_URI): {error}",
+            headers={"Retry-After": "30"},
+        ) from None
     async with service.database.write() as session:
         own = await find_package(session, digest, owner=owner)
-        known = await renew_package(session, digest, at=utc_now(), owner=owner)
+        known = await renew_package(session, package, at=utc_now(), owner=owner)
     if not known:
         try:
             async with service.database.write() as session:
-                await store_package(session, digest, content, at=utc_now(), owner=owner)
+                await store_package(session, package, at=utc_now(), owner=owner)
         except IntegrityError:  # another request stored the same one meanwhile
             async with service.database.write() as session:
                 own = await find_package(session, digest, owner=owner)
-                await renew_package(session, digest, at=utc_now(), owner=owner)
+                await renew_package(session, package, at=utc_now(), owner=owner)
     return PackageView(uri=f"{PACKAGE_PREFIX}{digest}", digest=digest, size_bytes=len(content)), bool(own)
 
 

@@ -28,7 +28,7 @@ from service.settings.clusters import (
 )
 from service.spec.job import Name
 from service.spec.principals import Role
-from service.spec.values import check_webhook_secret, checked_webhook_url
+from service.spec.values import check_webhook_secret, checked_webhook_url, is_listable, uri_scheme
 
 MEBIBYTE = 1 << 20
 FOR_EVER = -1
@@ -67,6 +67,11 @@ class Settings(BaseSettings):
         default="",
         description="`postgresql://user:password@host/name`; empty: SQLite in `SLOTLINE_DATA_DIR`, for one server",
     )
+    packages_uri: str | None = Field(
+        default=None,
+        description="Where uploaded code lies: `s3://bucket/folder`, `gs://...`, or a path that all servers share; empty: "
+        "in the database",
+    )
     log_level: Literal["debug", "info", "warning", "error", "critical"] = Field(
         default="info",
         description="Least level of log lines: `debug`, `info`, `warning`, `error`, `critical`",
@@ -93,9 +98,16 @@ class Settings(BaseSettings):
         "decrypt. Without one SQLite has a key file of its own, PostgreSQL takes no secrets",
     )
     open_access: bool = Field(default=False, description="Serve without a token beyond this machine")
-    oidc_issuer: str | None = Field(default=None, description="JWTs with this `iss` are tokens too")
-    oidc_audience: str | None = Field(default=None, description="The `aud` that such a JWT must have")
-    oidc_jwks_url: str | None = Field(default=None, description="The issuer's public keys: `https://...`")
+    oidc_issuer: str | None = Field(
+        default=None,
+        description="Identity provider, `https://...`: JWTs with this `iss` are tokens too, and pages log in there",
+    )
+    oidc_audience: str | None = Field(
+        default=None, description="The `aud` that such a JWT must have: the id of Slotline's client there"
+    )
+    oidc_client_secret: SecretStr | None = Field(
+        default=None, description="Secret of that client, where it has one; logins of pages send it"
+    )
     oidc_roles: dict[str, Role] = Field(
         default={},
         description='Values of the role claim and the roles that they give: `{"ml-admins": "admin"}`',
@@ -143,9 +155,6 @@ class Settings(BaseSettings):
     orchestrator: bool = Field(
         default=True,
         description="`false`: this server only answers, beside others on the same PostgreSQL that start jobs",
-    )
-    start_timeout_s: Annotated[float, Field(gt=0)] = Field(
-        default=600.0, description="Limit for Ray to take a driver, and then for the driver's first report"
     )
     profile_every_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         default=30.0,
@@ -225,7 +234,7 @@ class Settings(BaseSettings):
             raise ValueError("give the first and the last port, e.g. 9400-9499")
         return value
 
-    @field_validator("api_token", "metrics_token", "ray_auth_token", mode="before")
+    @field_validator("api_token", "metrics_token", "ray_auth_token", "oidc_client_secret", mode="before")
     @classmethod
     def _token_without_blanks_around_it(cls, value: Any) -> Any:
         text = value.get_secret_value() if isinstance(value, SecretStr) else value
@@ -243,13 +252,13 @@ class Settings(BaseSettings):
                 raise ValueError("a key has at least 32 characters: openssl rand -hex 32 makes one")
         return value
 
-    @field_validator("oidc_jwks_url")
+    @field_validator("oidc_issuer")
     @classmethod
-    def _keys_come_over_tls(cls, value: str | None) -> str | None:
+    def _issuer_is_reached_over_tls(cls, value: str | None) -> str | None:
         url = urlsplit(value or "")
         if value and url.scheme != "https" and not (url.scheme == "http" and is_loopback(url.hostname or "")):
             raise ValueError(
-                "whoever changes the keys on their way can forge every identity: write https://..."
+                "whoever changes the issuer's keys on their way can forge every identity: write https://..."
             )
         return value
 
@@ -259,6 +268,22 @@ class Settings(BaseSettings):
         if value and not value.startswith(("http://", "https://")):
             raise ValueError("drivers and browsers call it over HTTP: write http://... or https://...")
         return value.rstrip("/") if value else None
+
+    @field_validator("packages_uri")
+    @classmethod
+    def _packages_can_be_stored(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        scheme = uri_scheme(value)
+        if not is_listable(value) or (scheme == "" and not Path(value).is_absolute()):
+            raise ValueError("write s3://bucket/folder, gs://bucket/folder, or an absolute path")
+        from fsspec import get_filesystem_class  # which a client alone has not
+
+        try:
+            get_filesystem_class(scheme or "file")
+        except ImportError as error:
+            raise ValueError(f"{error}: install slotline[storage]") from None
+        return value
 
     @field_validator("log_level", mode="before")
     @classmethod
@@ -289,13 +314,12 @@ class Settings(BaseSettings):
         provider = {
             "SLOTLINE_OIDC_ISSUER": self.oidc_issuer,
             "SLOTLINE_OIDC_AUDIENCE": self.oidc_audience,
-            "SLOTLINE_OIDC_JWKS_URL": self.oidc_jwks_url,
             "SLOTLINE_OIDC_ROLES": self.oidc_roles,
         }
         missing = [name for name, value in provider.items() if not value]
-        if missing and len(missing) < len(provider):
+        if missing and (len(missing) < len(provider) or self.oidc_client_secret is not None):
             raise ValueError(
-                f"tokens of an identity provider need {', '.join(missing)} too: set all four or none"
+                f"an identity provider needs {', '.join(missing)} too: set all three or none of it"
             )
         return self
 
@@ -423,14 +447,15 @@ _FIXED_VALUES = """
     BODY_LIMIT_BYTES CANCEL_GRACE_S CLUSTER_REFRESH_S EXPORT_TIMEOUT_S KEEP_PACKAGES_DAYS KEEP_PLANS_DAYS LEASE_S
     LOCAL_RAY_PORT LOG_LIMIT_BYTES METRICS_LINGER_S NAMED_PLANS NAMED_PLAN_LIMIT_BYTES PACKAGE_LIMIT_BYTES
     PACKAGE_UNPACKED_LIMIT_BYTES PLAN_ACTION_LIMIT PLAN_TIMEOUT_S PROFILE_LIMIT_BYTES PROFILE_TIMEOUT_S
-    QUEUE_PATIENCE_S RAY_TIMEOUT_S REMOVAL_TIMEOUT_S RETRY_BACKOFF_LIMIT_S RETRY_BACKOFF_S SILENCE_LIMIT_S TICK_S
-    TIMELINES_KEPT
+    QUEUE_PATIENCE_S RAY_TIMEOUT_S REMOVAL_TIMEOUT_S RETRY_BACKOFF_LIMIT_S RETRY_BACKOFF_S SILENCE_LIMIT_S
+    START_TIMEOUT_S TICK_S TIMELINES_KEPT
 """
 _AS_CLUSTER = "name that cluster in SLOTLINE_CLUSTERS, with {}, and let its queues name it (SLOTLINE_QUEUES)"
 RETIRED_SETTINGS = {
     "SLOTLINE_DRIVER_PYTHON": _AS_CLUSTER.format("driver_python"),
     "SLOTLINE_DRIVER_RAY_ADDRESS": _AS_CLUSTER.format("driver_ray_address"),
     "SLOTLINE_WORKERS_PER_GPU": _AS_CLUSTER.format("workers_per_gpu"),
+    "SLOTLINE_OIDC_JWKS_URL": "SLOTLINE_OIDC_ISSUER names its keys itself, at /.well-known/openid-configuration",
     "SLOTLINE_RAY_AUTH_TOKEN_PATH": "set RAY_AUTH_TOKEN_PATH, as for Ray's own commands",
     "SLOTLINE_WEBHOOK_STATES": "SLOTLINE_WEBHOOK_URL is called when a job ends; a job's own notifications name its states",
     **{f"SLOTLINE_{name}": "its value is fixed now" for name in _FIXED_VALUES.split()},

@@ -1,6 +1,9 @@
 """Stored files: uploaded code packages, uses and removal of checkpoints, retention of history, and bytes by owner.
 
-A package is a zip under its digest, stored once, with everyone who uploaded it.
+A package is a zip under its digest, stored once, with everyone who uploaded it. Its content is in its row, or, where
+`SLOTLINE_PACKAGES_URI` was set at its upload, an object whose address the row has in place of it; what is read there is
+compared with the digest. The object is written before its row and deleted after it: a package that is uploaded again is
+whole again, whatever became of its object.
 A use of a job's files is a lease: reading and deleting exclude each other over all replicas, and a use whose control
 plane was lost ends at its limit, as the task that it began in the cluster does. A removal is written to the store
 before it begins, so that no attempt resumes from files that are being deleted, and its result is written after.
@@ -11,13 +14,20 @@ alone.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import hashlib
+import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
+from typing import TypeVar
 
-from sqlalchemy import ColumnElement, delete, exists, func, literal, or_, select, update
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+from sqlalchemy import ColumnElement, case, delete, exists, func, literal, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.settings.clusters import DEFAULT_CLUSTER
@@ -49,6 +59,8 @@ from service.store.transitions import add_event, lock_job
 from worker.contract.checkpoint_files import step_folder_name, step_uri
 from worker.contract.tasks import RemovalRequest, RemovalResult
 
+logger = logging.getLogger(__name__)
+
 
 async def find_package(session: AsyncSession, digest: str, *, owner: str | None = None) -> bool:
     """True if the package is stored and, where `owner` is given, was uploaded by them; its content is not read."""
@@ -60,27 +72,122 @@ async def find_package(session: AsyncSession, digest: str, *, owner: str | None 
     return (await session.execute(query)).first() is not None
 
 
-async def package_content(session: AsyncSession, digest: str) -> bytes | None:
-    query = select(PackageRow.content).where(PackageRow.digest == digest)
-    return (await session.execute(query)).scalar_one_or_none()
+@dataclass(frozen=True)
+class StoredPackage:
+    """A package as its row has it: `content` is the zip of `size_bytes`, or else the address of an object with it."""
+
+    digest: str
+    size_bytes: int
+    content: bytes
+
+    @property
+    def address(self) -> str | None:
+        """The address of the object; None where the row has the zip itself, which is as long as it says."""
+        return None if len(self.content) == self.size_bytes else self.content.decode().rstrip()
+
+
+class PackageUnreadableError(Exception):
+    """The object of a package is not there, or is another one; the message names its address."""
+
+
+class PackagesUnreachableError(Exception):
+    """The place of packages does not answer, or refuses; the message says how."""
+
+
+async def put_package(digest: str, content: bytes, *, uri: str | None) -> StoredPackage:
+    """A package for its row; below `uri` its object is written, also over one. Raises PackagesUnreachableError."""
+    if uri is None:
+        return StoredPackage(digest, len(content), content)
+    address = f"{uri.rstrip('/')}/{digest}.zip"
+    await _at_place(address, lambda: _write_object(address, content))
+    pointer = address.encode()
+    return StoredPackage(digest, len(content), pointer + b" " * (len(pointer) == len(content)))
+
+
+async def read_package(database: Sessions, digest: str) -> bytes | None:
+    """The zip of a package; None where it is not stored. Raises PackageUnreadableError or PackagesUnreachableError."""
+    query = select(PackageRow.size_bytes, PackageRow.content).where(PackageRow.digest == digest)
+    async with database.read() as session:
+        row = (await session.execute(query)).first()
+    if row is None:
+        return None
+    package = StoredPackage(digest, *row)
+    if (address := package.address) is None:
+        return package.content
+    content = await _at_place(address, lambda: _read_object(address, package.size_bytes))
+    if content is None or hashlib.sha256(content).hexdigest() != digest:
+        problem = "is not there" if content is None else "is not what was uploaded"
+        raise PackageUnreadableError(f"{address} {problem}: upload the package again (submit the job anew)")
+    return content
 
 
 async def store_package(
-    session: AsyncSession, digest: str, content: bytes, *, at: datetime, owner: str = ANONYMOUS
+    session: AsyncSession, package: StoredPackage, *, at: datetime, owner: str = ANONYMOUS
 ) -> None:
     """Store a new package. Raises sqlalchemy's IntegrityError where it is stored already."""
-    session.add(PackageRow(digest=digest, created_at=at, size_bytes=len(content), content=content))
+    session.add(
+        PackageRow(
+            digest=package.digest, created_at=at, size_bytes=package.size_bytes, content=package.content
+        )
+    )
     await session.flush()
-    session.add(PackageOwnerRow(digest=digest, owner=owner))
+    session.add(PackageOwnerRow(digest=package.digest, owner=owner))
 
 
-async def renew_package(session: AsyncSession, digest: str, *, at: datetime, owner: str = ANONYMOUS) -> bool:
-    """Count a stored package as uploaded by `owner` at `at`; returns whether it is stored."""
-    query = update(PackageRow).where(PackageRow.digest == digest).values(created_at=at)
-    if (await session.execute(query)).rowcount == 0:
+async def renew_package(
+    session: AsyncSession, package: StoredPackage, *, at: datetime, owner: str = ANONYMOUS
+) -> bool:
+    """Count a stored package as uploaded by `owner` at `at`, where it lies now; returns whether it is stored."""
+    row = PackageRow.digest == package.digest
+    if (await session.execute(update(PackageRow).where(row).values(created_at=at))).rowcount == 0:
         return False
-    await upsert(session, PackageOwnerRow, [{"digest": digest, "owner": owner}])
+    moved = func.length(PackageRow.content) != len(package.content)
+    if package.address is not None:
+        moved = PackageRow.content != package.content
+    await session.execute(update(PackageRow).where(row, moved).values(content=package.content))
+    await upsert(session, PackageOwnerRow, [{"digest": package.digest, "owner": owner}])
     return True
+
+
+_PLACE_LIMIT_S = 120.0
+_T = TypeVar("_T")
+
+
+async def _at_place(address: str, work: Callable[[], _T]) -> _T:
+    """The result of `work` on an object, in a thread. Raises PackagesUnreachableError for whatever a storage raises."""
+    try:
+        return await asyncio.wait_for(asyncio.to_thread(work), _PLACE_LIMIT_S)
+    except TimeoutError:
+        raise PackagesUnreachableError(f"{address} did not answer in {_PLACE_LIMIT_S:g} s") from None
+    except Exception as error:  # credentials, names, packages that are not installed
+        message = f"{address} cannot be used: {type(error).__name__}: {error}"
+        raise PackagesUnreachableError(message[:1000]) from error
+
+
+def _write_object(address: str, content: bytes) -> None:
+    files, path = fsspec.core.url_to_fs(address, use_listings_cache=False)
+    if not isinstance(files, LocalFileSystem):
+        files.pipe_file(path, content)  # of a bucket: whole or not at all
+        return
+    files.makedirs(files._parent(path), exist_ok=True)
+    written = f"{path}.{secrets.token_hex(4)}"
+    files.pipe_file(written, content)
+    files.mv(written, path)
+
+
+def _read_object(address: str, size_bytes: int) -> bytes | None:
+    """The object, or of a longer one as much as shows that it is another; None: there is none."""
+    files, path = fsspec.core.url_to_fs(address, use_listings_cache=False)
+    try:
+        return files.cat_file(path, start=0, end=size_bytes + 1)
+    except FileNotFoundError:
+        return None
+
+
+def _delete_object(address: str) -> None:
+    files, path = fsspec.core.url_to_fs(address, use_listings_cache=False)
+    with contextlib.suppress(FileNotFoundError):
+        files.rm_file(path)
 
 
 class StorageUseKind(StrEnum):
@@ -399,11 +506,29 @@ async def _remove_history(database: Sessions, days: float, now: datetime) -> Non
 
 async def _remove_packages(database: Sessions, days: float, now: datetime) -> None:
     named = JobRow.spec["code"]["working_dir"].as_string() == literal(PACKAGE_PREFIX) + PackageRow.digest
-    unused = delete(PackageRow).where(
-        PackageRow.created_at < now - timedelta(days=days), ~exists().where(named)
+    address = case((func.length(PackageRow.content) != PackageRow.size_bytes, PackageRow.content))
+    unused = (
+        delete(PackageRow)
+        .where(PackageRow.created_at < now - timedelta(days=days), ~exists().where(named))
+        .returning(PackageRow.digest, PackageRow.size_bytes, address)
     )
     async with database.write() as session:
-        await session.execute(unused)
+        removed = (await session.execute(unused)).all()
+    for digest, size_bytes, pointer in removed:
+        if pointer is not None:
+            await _delete_package_object(database, StoredPackage(digest, size_bytes, pointer))
+
+
+async def _delete_package_object(database: Sessions, package: StoredPackage) -> None:
+    """Delete the object of a package that was removed, unless it was uploaded again; a failure is a warning."""
+    address = package.address
+    async with database.read() as session:
+        if address is None or await find_package(session, package.digest):
+            return
+    try:
+        await _at_place(address, lambda: _delete_object(address))
+    except PackagesUnreachableError as error:
+        logger.warning("a package that no job names was not deleted; delete it yourself: %s", error)
 
 
 async def _ended_jobs(

@@ -1,7 +1,9 @@
 """Upgrades the control plane of another revision to this tree's while a job trains, and checks the job's record.
 
-`python -m tests.benchmarks.upgrade REVISION`, in a clone that has this revision. Ray, driver and workers keep the other
-revision's code, as pods that KubeRay leaves running do; only the control plane and its tables change.
+`python -m tests.benchmarks.upgrade REVISION [postgresql]`, in a clone that has this revision. Ray, driver and workers keep
+the other revision's code, as pods that KubeRay leaves running do; only the control plane and its tables change. On
+PostgreSQL, a new cluster of this run, the tables are migrated first, by `slotline migrate` as the chart's hook does: the
+other revision's control plane goes on with them for a hundred steps of the job.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from sqlalchemy import create_engine, text
 from service.orchestrator.ray.local_ray import LocalRay, free_ports
 from service.settings.settings import Settings
 from tests.benchmarks.service.server import ROOT
+from tests.service.postgres import private_postgres
 
 STEPS = 1200
 _START_LIMIT_S = 120.0
@@ -84,6 +87,16 @@ def _wait(done: Any, limit_s: float, what: str) -> None:
         time.sleep(0.5)
 
 
+def _revision(database: str) -> str:
+    return _read(database, "SELECT version_num FROM alembic_version")[0]
+
+
+def _migrate(environment: dict[str, str]) -> None:
+    command = [sys.executable, "-c", "from service.cli.main import main; main()", "migrate"]
+    own = {**environment, "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, cwd=ROOT, env=own, check=True, timeout=_START_LIMIT_S, stdout=subprocess.DEVNULL)
+
+
 def _job(client: httpx.Client, job: str) -> dict[str, Any]:
     found = client.get(f"/api/v1/jobs/{job}").json()
     if found["state"] in ("FAILED", "CANCELLED"):
@@ -91,16 +104,19 @@ def _job(client: httpx.Client, job: str) -> dict[str, Any]:
     return found
 
 
-def _read(database: Path, query: str) -> tuple[Any, ...]:
-    engine = create_engine(f"sqlite:///{database}")
+def _read(database: str, query: str) -> tuple[Any, ...]:
+    engine = create_engine(database)
     with engine.connect() as connection:
         found = tuple(connection.execute(text(query)).one())
     engine.dispose()
     return found
 
 
-async def upgrade(revision: str, folder: Path) -> dict[str, Any]:
-    """What was seen: revisions of the tables, the step at each control plane's end and begin, steps in the record."""
+async def upgrade(revision: str, folder: Path, postgres: str | None = None) -> dict[str, Any]:
+    """What was seen: revisions of the tables, the step at each control plane's end and begin, steps in the record.
+
+    On the database of the URL `postgres`, or else on SQLite.
+    """
     other = folder / "other"
     other.mkdir()
     archive = subprocess.run(["git", "archive", revision], cwd=ROOT, capture_output=True, check=True)
@@ -116,8 +132,10 @@ async def upgrade(revision: str, folder: Path) -> dict[str, Any]:
     ray = LocalRay(Settings(data_dir=folder / "ray"))
     await ray.start()
     environment |= {"SLOTLINE_RAY_ADDRESS": ray.address, "SLOTLINE_RAY_AUTH_TOKEN": ray.token}
-    database = folder / "state" / "slotline.db"
-    seen: dict[str, Any] = {"from": revision}
+    database = postgres or f"sqlite:///{folder / 'state' / 'slotline.db'}"
+    if postgres is not None:
+        environment["SLOTLINE_DATABASE_URL"] = postgres
+    seen: dict[str, Any] = {"from": revision, "database": database.partition(":")[0]}
     spec = {**_JOB, "checkpoint": {"uri": (folder / "checkpoints").as_uri(), "every_steps": 200}}
     try:
         with control_plane(other, environment, folder / "before.log") as client:
@@ -125,10 +143,21 @@ async def upgrade(revision: str, folder: Path) -> dict[str, Any]:
             answer.raise_for_status()
             job = answer.json()["id"]
             _wait(lambda: _job(client, job)["progress"]["step"] >= 100, _TRAIN_LIMIT_S, "step 100 of the job")
+            seen["tables before"] = _revision(database)
+            if postgres is not None:
+                seen["step migrated"] = _job(client, job)["progress"]["step"]
+                _migrate(environment)
+                seen["tables migrated"], goal = _revision(database), seen["step migrated"] + 100
+                _wait(
+                    lambda: _job(client, job)["progress"]["step"] >= goal,
+                    _TRAIN_LIMIT_S,
+                    f"step {goal} of the job",
+                )
+                if client.get("/readyz").status_code != 200:
+                    raise RuntimeError("the other control plane does not go on with migrated tables")
             seen["step before"] = _job(client, job)["progress"]["step"]
-        seen["tables before"] = _read(database, "SELECT version_num FROM alembic_version")[0]
         with control_plane(ROOT, environment, folder / "after.log") as client:
-            seen["tables after"] = _read(database, "SELECT version_num FROM alembic_version")[0]
+            seen["tables after"] = _revision(database)
             seen["step after"] = _job(client, job)["progress"]["step"]
             _wait(lambda: _job(client, job)["state"] == "SUCCEEDED", _TRAIN_LIMIT_S, "the job's end")
             seen["attempts"] = len(client.get(f"/api/v1/jobs/{job}").json()["attempts"])
@@ -143,10 +172,13 @@ async def upgrade(revision: str, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m tests.benchmarks.upgrade REVISION, of the control plane to be upgraded")
-    with tempfile.TemporaryDirectory() as folder:
-        for what, value in asyncio.run(upgrade(sys.argv[1], Path(folder))).items():
+    if sys.argv[2:] not in ([], ["postgresql"]) or len(sys.argv) < 2:
+        sys.exit("usage: python -m tests.benchmarks.upgrade REVISION [postgresql]")
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        url = None
+        if sys.argv[2:]:
+            url = stack.enter_context(private_postgres(durable=True)).format("postgres")
+        for what, value in asyncio.run(upgrade(sys.argv[1], Path(folder), url)).items():
             print(f"{what:20} {value}")
 
 

@@ -198,6 +198,9 @@ WORKER = DEPLOY / "Dockerfile.worker"
 def test_the_worker_reaches_the_buckets_that_the_readme_promises():
     assert _names(PROJECT["optional-dependencies"]["storage"]) == {"s3fs", "gcsfs"}
     assert "storage" in _extras(WORKER)
+    assert "storage" in _extras(DEPLOY / "Dockerfile.control-plane"), (
+        "it lists checkpoints, and keeps code there"
+    )
     pins = dict(
         line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
     )

@@ -39,7 +39,11 @@ MOST_LINES, MOST_CHARACTERS = 300, 120
 README, SERVICE, WORKER = TEXTS["README.md"], TEXTS["service/README.md"], TEXTS["worker/README.md"]
 SETTINGS = TEXTS["service/settings/README.md"]
 OPEN_ROUTES = dict.fromkeys(
-    [("GET", "/healthz"), ("GET", "/readyz"), ("GET", "/metrics"), ("GET", "/api/v1/version")], "open"
+    [
+        *(("GET", path) for path in ("/healthz", "/readyz", "/metrics", "/api/v1/version")),
+        *(("GET", "/login"), ("GET", "/logout"), ("POST", "/logout")),
+    ],
+    "open",
 )
 PARTS_OF_PAGES = {
     ("GET", path)
@@ -48,7 +52,6 @@ PARTS_OF_PAGES = {
         "/jobs/{job_id}/gaps",
         "/jobs/{job_id}/memory",
         "/jobs/{job_id}/profiled-steps",
-        "/static/{name}",
     )
 }
 """Routes that the pages load by themselves: no list for people has them."""

@@ -1,6 +1,7 @@
 """Serves the web pages: HTML shells with their script, style and icon, links to Grafana, and a job page's own JSON.
 
-The pages fill themselves from the JSON API, and from four answers that only they need.
+The pages fill themselves from the JSON API, and from four answers that only they need. Login and logout, style and
+scripts are open to everyone (`open_router`).
 """
 
 from __future__ import annotations
@@ -9,15 +10,17 @@ import re
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlencode
 
-from fastapi import APIRouter, HTTPException, Request
+from fastapi import APIRouter, Depends, HTTPException, Request, Response
 from fastapi.responses import FileResponse, HTMLResponse
 from fastapi.templating import Jinja2Templates
 
 from service.api.dependencies import CurrentService, JobId
+from service.api.sso import CALLBACK_PATH, SIGNED_ON, SignOnError, SingleSignOn, sso_of
 from service.jobs import explain
+from service.jobs.problems import ProblemError
 from service.schemas.jobs import Integer
 from service.spec.names import JOB_ID_PATTERN
 from service.spec.states import JobState
@@ -32,9 +35,17 @@ _HEADERS = {
     "Referrer-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
-_templates = Jinja2Templates(directory=_HERE / "templates")
+_NOT_STORED = {"Cache-Control": "no-store"}
+
+
+def _user(request: Request) -> dict[str, Any]:
+    return {"user": request.scope.get(SIGNED_ON)}
+
+
+_templates = Jinja2Templates(directory=_HERE / "templates", context_processors=[_user])
 
 router = APIRouter(include_in_schema=False)
+open_router = APIRouter(include_in_schema=False)
 
 
 @router.get("/", response_class=HTMLResponse)
@@ -132,9 +143,89 @@ async def choice(job_id: JobId, service: CurrentService) -> dict[str, Any]:
     return await explain.read_choice(service, job_id)
 
 
-@router.get("/static/{name}")
+@open_router.get("/static/{name}")
 async def static(name: str) -> FileResponse:
     """A script, a style sheet or an icon."""
     if name not in _STATIC:
         raise HTTPException(404, f"no file {name} belongs to the pages")
     return FileResponse(_STATIC[name], headers=_HEADERS)
+
+
+async def _configured_sso(request: Request) -> SingleSignOn:
+    if (sso := sso_of(request.app)) is None:
+        raise HTTPException(
+            404, "pages of this server do not log in: set SLOTLINE_OIDC_ISSUER, or send a token"
+        )
+    return sso
+
+
+ConfiguredSso = Annotated[SingleSignOn, Depends(_configured_sso)]
+
+
+@open_router.get("/login")
+async def login(request: Request, sso: ConfiguredSso, next: str = "/") -> Response:
+    """Lead a visitor to the identity provider, and back to the page `next` of this server."""
+    response = _redirect("/")
+    try:
+        response.headers["Location"] = await sso.begin(request, next, response)
+    except SignOnError as error:
+        return _sign_on_page(request, error)
+    return response
+
+
+@open_router.get(CALLBACK_PATH)
+async def finish_login(request: Request, sso: ConfiguredSso) -> Response:
+    """The visitor comes back from the identity provider, and goes on as its user."""
+    try:
+        session, next_page = await sso.finish(request)
+    except SignOnError as error:
+        return _sign_on_page(request, error)
+    response = _redirect(next_page)
+    sso.keep(session, response)
+    return response
+
+
+@open_router.post("/login/renew")
+async def renew_login(request: Request, sso: ConfiguredSso) -> Response:
+    """Continue the session with a new ID token; 401 where its user must log in again, 404 where nobody is logged in."""
+    _check_own_page(request, sso)
+    try:
+        session = await sso.renew(request)
+    except SignOnError as error:
+        raise ProblemError(error.status, str(error)) from None
+    response = Response(status_code=204, headers=_NOT_STORED)
+    sso.keep(session, response)
+    return response
+
+
+@open_router.post("/logout")
+async def logout(request: Request, sso: ConfiguredSso) -> Response:
+    """End the session in this browser."""
+    _check_own_page(request, sso)
+    response = _redirect("/logout")
+    sso.end(response)
+    return response
+
+
+@open_router.get("/logout")
+async def logged_out_page(request: Request, sso: ConfiguredSso) -> HTMLResponse:
+    """Nobody is logged in any more; where the session at the provider can be ended, too."""
+    return _sign_on_page(request, provider_logout=await sso.provider_logout())
+
+
+def _check_own_page(request: Request, sso: SingleSignOn) -> None:
+    if not sso.is_own_page(request):
+        raise ProblemError(403, "only a page of this server may ask for this")
+
+
+def _redirect(place: str) -> Response:
+    return Response(status_code=303, headers=_HEADERS | _NOT_STORED | {"Location": place})
+
+
+def _sign_on_page(
+    request: Request, error: SignOnError | None = None, provider_logout: str | None = None
+) -> HTMLResponse:
+    context = {"error": None if error is None else str(error), "provider_logout": provider_logout}
+    status = 200 if error is None else error.status
+    headers = _HEADERS | _NOT_STORED
+    return _templates.TemplateResponse(request, "sign_on.html", context, status_code=status, headers=headers)

@@ -89,9 +89,7 @@ class AttemptWatcher:
         liveness: LivenessWindow,
         ended: Callable[[], None],
     ) -> None:
-        self.limits = WatchLimits(
-            start_timeout_s=settings.start_timeout_s, end_grace_s=settings.preemption_grace_s
-        )
+        self.limits = WatchLimits(end_grace_s=settings.preemption_grace_s)
         self.liveness = liveness
         self.backoff = Backoff()
         self._database, self._clusters = database, clusters

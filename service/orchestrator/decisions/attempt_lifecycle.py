@@ -246,6 +246,7 @@ class WatchLimits:
     """A driver that Ray still runs and that has not reported for this time is stopped: drivers report every few seconds,
     also while they wait, and try again for minutes where the control plane is away."""
     start_timeout_s: float = 600.0
+    """Time for Ray to take a driver, in which it installs `code.pip`, and then for the driver's first report."""
     cancel_grace_s: float = CANCEL_GRACE_S
     end_grace_s: float = 60.0
     """Time for a driver to save a checkpoint after a graceful stop was requested."""

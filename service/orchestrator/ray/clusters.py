@@ -39,7 +39,7 @@ from service.settings.settings import Settings
 from service.spec.job import PACKAGE_PREFIX, stored_field
 from service.spec.states import NodeMark, mark_in_force
 from service.store.database import Sessions
-from service.store.files import package_content
+from service.store.files import PackagesUnreachableError, PackageUnreadableError, read_package
 from worker.contract.forkserver.spawn import through_server
 from worker.contract.job import accelerator_type_of, is_placement_group_name, placement_group_name
 
@@ -376,14 +376,19 @@ class ClusterWatcher:
 async def working_dir_uri(database: Sessions, spec: Mapping[str, Any], cluster: NamedCluster) -> str | None:
     """The URI of the code.working_dir of a job (JSON of a JobSpec), from which Ray unpacks it; None for an empty one.
 
-    Uploads a package of the store to the cluster. Raises ClusterError where the package is gone.
+    Uploads a package of the store to the cluster. Raises ClusterError where the package is gone, ClusterUnreachableError
+    where its place does not answer.
     """
     place = stored_field(spec, "code", "working_dir", "")
     if not place.startswith(PACKAGE_PREFIX):
         return place or None
     digest = place.removeprefix(PACKAGE_PREFIX)
-    async with database.read() as session:
-        content = await package_content(session, digest)
+    try:
+        content = await read_package(database, digest)
+    except PackageUnreadableError as error:
+        raise ClusterError(str(error)) from None
+    except PackagesUnreachableError as error:
+        raise ClusterUnreachableError(str(error)) from None
     if content is None:
         raise ClusterError(f"package {digest} is gone from the store: upload it again")
     return await cluster.ray.upload_package(f"_ray_pkg_{digest[:32]}.zip", content)

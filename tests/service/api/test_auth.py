@@ -20,16 +20,11 @@ from tests.service.fake_cluster import FakeCluster
 from tests.tiers import some_by_day
 
 # Whoever may reach the server may call these; a new one is added here by hand, or it asks for a token.
-OPEN = {
-    ("GET", path)
-    for path in (
-        "/healthz",
-        "/readyz",
-        "/metrics",
-        "/api/v1/version",
-        "/openapi.json",
-    )
+PROBES = {("GET", path) for path in ("/healthz", "/readyz", "/metrics", "/api/v1/version", "/openapi.json")}
+LOGIN = {("GET", path) for path in ("/login", "/login/callback", "/logout", "/static/{name}")} | {
+    ("POST", path) for path in ("/login/renew", "/logout")
 }
+OPEN = PROBES | LOGIN
 DRIVERS = "/api/v1/attempts/"
 
 
@@ -125,7 +120,7 @@ async def test_the_metrics_token_opens_the_list_of_drivers_and_nothing_else(make
         problem(await api.client.get(targets, headers=headers), 401)
 
 
-@pytest.mark.parametrize(("method", "path"), sorted(OPEN))
+@pytest.mark.parametrize(("method", "path"), sorted(PROBES))
 async def test_what_probes_and_scrapers_need_is_open(make_api: ApiMaker, method: str, path: str):
     async with make_api(api_token="secret") as api:
         await api.service.cluster.refresh()

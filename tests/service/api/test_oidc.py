@@ -20,14 +20,14 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from pydantic import ValidationError
 
 from service.api import oidc
-from service.api.oidc import IdentityProvider, InvalidTokenError, KeysUnavailableError, usable_keys
+from service.api.oidc import IdentityProvider, InvalidTokenError, IssuerUnavailableError, usable_keys
 from service.settings.settings import Settings
 from service.spec.principals import Principal, Role
 from tests.service.api.conftest import Api, ApiMaker
 from tests.service.api.routers.test_jobs import problem
 from tests.service.conftest import job_body
 
-ISSUER, AUDIENCE = "https://id.example", "slotline"
+AUDIENCE = "slotline"
 ROLES = {"ml-admins": "admin", "ml-users": "submitter", "all": "viewer"}
 RSA_KEY = rsa.generate_private_key(public_exponent=65537, key_size=2048)
 OTHER_RSA_KEY = rsa.generate_private_key(public_exponent=65537, key_size=2048)
@@ -45,7 +45,7 @@ def public_jwk(key_id: str, algorithm: str, key: Any, **more: Any) -> dict[str, 
 
 @dataclass
 class Issuer:
-    """Publishes keys at `url`, and counts who asks."""
+    """Publishes a document that is right, and keys beside it; counts who asks for the keys."""
 
     keys: list[dict[str, Any]] = field(
         default_factory=lambda: [public_jwk(name, alg, key) for name, (alg, key) in KEYS.items()]
@@ -55,48 +55,63 @@ class Issuer:
     headers: dict[str, str] = field(default_factory=dict)
     hangs: threading.Event | None = None
     asked: int = 0
-    url: str = ""
+    document: dict[str, Any] = field(default_factory=dict)
+    """Fields in place of those of the document."""
 
 
-@pytest.fixture
-def issuer() -> Iterator[Issuer]:
-    issuer = Issuer()
+class _IssuersServer(ThreadingHTTPServer):
+    """Its address is known before a fixture lets it serve: tokens that tests make name it."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+    issuer: Issuer
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _IssuersServer
+
+    def do_GET(self) -> None:
+        issuer = self.server.issuer
+        headers, status = {}, 200
+        if self.path == "/.well-known/openid-configuration":
+            body = json.dumps({"issuer": ISSUER, "jwks_uri": f"{ISSUER}/keys", **issuer.document}).encode()
+        else:
             issuer.asked += 1
             if issuer.hangs is not None:
                 issuer.hangs.wait(60)
             body = json.dumps({"keys": issuer.keys}).encode() if issuer.body is None else issuer.body
-            self.send_response(issuer.status)
-            for name, value in issuer.headers.items():
-                self.send_header(name, value)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            headers, status = issuer.headers, issuer.status
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
-        def log_message(self, *_: object) -> None:
-            pass
+    def log_message(self, *_: object) -> None:
+        pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+
+SERVER = _IssuersServer(("127.0.0.1", 0), _Handler)
+ISSUER = f"http://127.0.0.1:{SERVER.server_address[1]}"
+
+
+@pytest.fixture
+def issuer() -> Iterator[Issuer]:
+    issuer = SERVER.issuer = Issuer()
+    thread = threading.Thread(target=SERVER.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
-    issuer.url = f"http://127.0.0.1:{server.server_address[1]}/keys"
     try:
         yield issuer
     finally:
         if issuer.hangs is not None:
             issuer.hangs.set()
-        server.shutdown()
-        server.server_close()
+        SERVER.shutdown()
         thread.join(10)
 
 
-def settings(issuer: Issuer, **changes: Any) -> dict[str, Any]:
+def settings(**changes: Any) -> dict[str, Any]:
     given = {
         "oidc_issuer": ISSUER,
         "oidc_audience": AUDIENCE,
-        "oidc_jwks_url": issuer.url,
         "oidc_roles": ROLES,
     }
     return {**given, **changes}
@@ -143,14 +158,14 @@ class Clock:
 
 @pytest.fixture
 async def provider(issuer: Issuer) -> AsyncIterator[IdentityProvider]:
-    provider = IdentityProvider(Settings(**settings(issuer)), clock=Clock())
+    provider = IdentityProvider(Settings(**settings()), clock=Clock())
     yield provider
     await provider.close()
 
 
 @pytest.fixture
 async def api(make_api: ApiMaker, issuer: Issuer) -> AsyncIterator[Api]:
-    async with make_api(**settings(issuer)) as api:
+    async with make_api(**settings()) as api:
         yield api
 
 
@@ -241,7 +256,7 @@ async def test_any_other_token_is_refused(provider: IdentityProvider, kind: str)
 async def test_a_refusal_is_401_and_says_why(api: Api):
     answer = await get(api, FORGED["expired"]())
     assert "expired" in problem(answer, 401)["detail"]
-    assert answer.headers["www-authenticate"].startswith("Basic")
+    assert answer.headers["www-authenticate"].startswith("Bearer"), "a browser asks nobody: its pages log in"
 
 
 async def test_a_clock_may_be_a_little_off(provider: IdentityProvider):
@@ -267,8 +282,8 @@ def by_hand_signed(payload: dict[str, Any]) -> str:
 
 
 async def test_roles_and_names_come_from_the_claims_that_the_settings_name(issuer: Issuer):
-    nested = settings(issuer, oidc_role_claim="realm_access.roles", oidc_name_claim="email")
-    flat = settings(issuer, oidc_role_claim="https://id.example/roles")
+    nested = settings(oidc_role_claim="realm_access.roles", oidc_name_claim="email")
+    flat = settings(oidc_role_claim="https://id.example/roles")
     provider = IdentityProvider(Settings(**nested))
     token = signed(realm_access={"roles": ["ml-admins"]}, email="a@example.com")
     assert await provider.principal(token) == Principal("oidc:a@example.com", Role.ADMIN)
@@ -289,7 +304,7 @@ async def test_a_new_key_is_found_and_made_up_ids_are_not_asked_for_again_and_ag
         with pytest.raises(InvalidTokenError):
             await provider.principal(token)
     assert issuer.asked == 1
-    provider.keys._clock.now += 31
+    provider.metadata._clock.now += 31
     assert (await provider.principal(token)).name == "oidc:alice"
     assert issuer.asked == 2
     with pytest.raises(InvalidTokenError, match="no key 'r'"):  # the old one is gone
@@ -306,19 +321,19 @@ async def test_the_only_key_needs_no_id(provider: IdentityProvider, issuer: Issu
 
 
 async def test_an_issuer_that_is_away_is_borne_with_for_an_hour(provider: IdentityProvider, issuer: Issuer):
-    clock = provider.keys._clock
+    clock = provider.metadata._clock
     await provider.principal(signed())
     issuer.status = 500
     for _ in range(3):
         clock.now += 601
         assert await provider.principal(signed())
-        await provider.keys._asking  # in the background: nobody has waited for it
+        await provider.metadata._asking  # in the background: nobody has waited for it
     assert issuer.asked == 4
     clock.now += 3600
-    with pytest.raises(KeysUnavailableError):
+    with pytest.raises(IssuerUnavailableError):
         await provider.principal(signed())
     issuer.status = 200
-    with pytest.raises(KeysUnavailableError):  # asked a moment ago
+    with pytest.raises(IssuerUnavailableError):  # asked a moment ago
         await provider.principal(signed())
     clock.now += 31
     assert await provider.principal(signed())
@@ -332,7 +347,7 @@ async def test_while_the_issuer_says_nothing_known_keys_go_on_and_unknown_ones_w
         oidc, "_FETCH_TIMEOUT_S", 0.2
     )  # from here on: what must succeed has all the time it needs
     issuer.hangs = threading.Event()
-    provider.keys._clock.now += 31
+    provider.metadata._clock.now += 31
     with pytest.raises(InvalidTokenError):
         await provider.principal(by_hand({"alg": "RS256", "kid": "x"}, claims()))
     assert await provider.principal(signed())
@@ -381,17 +396,43 @@ def test_only_public_keys_for_signatures_that_are_strong_enough_are_taken():
         usable_keys({"keys": others})
 
 
-@pytest.mark.parametrize("missing", ["oidc_issuer", "oidc_audience", "oidc_jwks_url", "oidc_roles"])
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"issuer": "https://evil.example"},
+        {"issuer": ISSUER + "/"},
+        {"jwks_uri": None},
+        {"jwks_uri": "file:///etc/keys"},
+        {"jwks_uri": "http://127.0.0.1:1/keys"},
+    ],
+)
+async def test_a_document_of_another_issuer_or_without_keys_is_503(
+    api: Api, issuer: Issuer, document: dict[str, Any]
+):
+    issuer.document = document
+    assert problem(await get(api, signed()), 503) and issuer.asked == 0
+
+
+def test_an_issuer_on_https_has_its_endpoints_there_too():
+    document = {"issuer": "https://id.example", "jwks_uri": "http://id.example/keys"}
+    with pytest.raises(ValueError, match="no https address"):
+        oidc.endpoint(document, "jwks_uri")
+    assert oidc.endpoint({**document, "jwks_uri": "https://k"}, "jwks_uri") == "https://k"
+
+
+@pytest.mark.parametrize("missing", ["oidc_issuer", "oidc_audience", "oidc_roles"])
 def test_an_identity_provider_is_configured_wholly_or_not_at_all(missing: str):
-    given = settings(Issuer(url="https://id.example/keys"))
+    given = settings()
     del given[missing]
     with pytest.raises(ValidationError, match=f"SLOTLINE_{missing.upper()} too"):
         Settings(**given)
+    with pytest.raises(ValidationError, match=r"SLOTLINE_OIDC_ISSUER, .* too"):
+        Settings(oidc_client_secret="secret")
 
 
-def test_keys_come_over_tls_or_from_this_machine():
-    for url in ("http://id.example/keys", "file:///etc/keys", "id.example/keys"):
+def test_an_issuer_is_reached_over_tls_or_on_this_machine():
+    for url in ("http://id.example", "file:///etc/keys", "id.example"):
         with pytest.raises(ValidationError, match="https"):
-            Settings(**settings(Issuer(url=url)))
-    for url in ("https://id.example/keys", "http://127.0.0.1:1/keys", "http://[::1]:1/keys"):
-        Settings(**settings(Issuer(url=url)))
+            Settings(**settings(oidc_issuer=url))
+    for url in ("https://id.example", "http://127.0.0.1:1", "http://[::1]:1/realm"):
+        Settings(**settings(oidc_issuer=url))

@@ -28,6 +28,7 @@ def issuer() -> Iterator[str]:
                 "/keys": {"keys": [public_jwk(name, alg, key) for name, (alg, key) in KEYS.items()]},
                 "/.well-known/openid-configuration": {
                     "issuer": url,
+                    "jwks_uri": f"{url}/keys",
                     "token_endpoint": f"{url}/token",
                     "device_authorization_endpoint": f"{url}/device",
                 },
@@ -80,7 +81,6 @@ def test_a_user_logs_in_and_is_known_until_they_log_out(
         data_dir=tmp_path / "data",
         oidc_issuer=issuer,
         oidc_audience=AUDIENCE,
-        oidc_jwks_url=f"{issuer}/keys",
         oidc_roles=ROLES,
     )
     with serve(settings) as served:

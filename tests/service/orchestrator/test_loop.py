@@ -33,7 +33,7 @@ from service.store import jobs as job_store
 from service.store.attempts import create_attempt, find_attempt, log_locations
 from service.store.database import Database, utc_now
 from service.store.events import events_of
-from service.store.files import store_package
+from service.store.files import StoredPackage, store_package
 from service.store.measurements import StepRecord, steps_of
 from service.store.tables import AttemptRow, Base, JobRow
 from service.store.transitions import lock_job
@@ -41,7 +41,7 @@ from tests.service.conftest import create_job, job_body
 from tests.service.fake_cluster import FakeCluster, ask_at_once
 from worker.contract.job import placement_group_name
 
-SETTINGS = Settings(start_timeout_s=100)
+SETTINGS = Settings()
 
 
 class World:
@@ -64,7 +64,9 @@ class World:
         self.orchestrator = Orchestrator(self.settings, self.database, self.clusters)
         attempts = self.orchestrator.attempts
         attempts.backoff = self.backoff
-        attempts.limits = replace(attempts.limits, silence_limit_s=100.0, cancel_grace_s=self.cancel_grace_s)
+        attempts.limits = replace(
+            attempts.limits, silence_limit_s=100.0, start_timeout_s=100.0, cancel_grace_s=self.cancel_grace_s
+        )
 
     async def rounds(self, number: int = 1) -> None:
         for _ in range(number):
@@ -541,7 +543,7 @@ async def test_silence_is_told_once_and_a_silent_driver_is_stopped_at_the_long_l
 async def test_uploaded_code_reaches_the_cluster_with_the_start(world: World):
     digest = "ab" * 32
     async with world.database.write() as session:
-        await store_package(session, digest, b"zip", at=utc_now())
+        await store_package(session, StoredPackage(digest, 3, b"zip"), at=utc_now())
     job_id = await world.submit(code={"working_dir": f"package:{digest}", "pip": ["einops"]})
     await world.rounds(2)
     submission = world.cluster.submissions[f"{job_id}-1"]

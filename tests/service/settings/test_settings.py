@@ -1,5 +1,6 @@
 """Settings as the environment gives them."""
 
+import fsspec
 import pytest
 from pydantic import SecretStr, ValidationError
 
@@ -36,6 +37,27 @@ def test_an_empty_variable_is_none_at_all(monkeypatch):
 def test_ports_that_are_no_range_are_refused(ports):
     with pytest.raises(ValidationError, match="metrics_ports"):
         Settings(metrics_ports=ports)
+
+
+@pytest.mark.parametrize("place", ["folder", "http://host/code", "https://host/code", "nowhere://x"])
+def test_code_lies_in_a_bucket_or_at_an_absolute_path(place):
+    with pytest.raises(ValidationError, match="packages_uri"):
+        Settings(packages_uri=place)
+    for good in ("/shared/code", "file:///shared/code"):
+        assert Settings(packages_uri=good).packages_uri == good
+
+
+def test_a_bucket_needs_its_library(monkeypatch):
+    libraries = ["s3"]
+
+    def find(scheme: str) -> None:
+        if scheme not in libraries:
+            raise ImportError(f"Install a library for {scheme}")
+
+    monkeypatch.setattr(fsspec, "get_filesystem_class", find)
+    assert Settings(packages_uri="s3://bucket/code").packages_uri == "s3://bucket/code"
+    with pytest.raises(ValidationError, match=r"library for gs: install slotline\[storage\]"):
+        Settings(packages_uri="gs://bucket/code")
 
 
 def test_drivers_use_the_users_address_unless_they_have_one_of_their_own():

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from sqlalchemy import func, select
 
 from service.orchestrator.loop import Orchestrator
@@ -16,10 +21,16 @@ from service.store.attempts import create_attempt, record_placement
 from service.store.database import Database, utc_now
 from service.store.events import events_of, store_post_mortem
 from service.store.files import (
+    PackagesUnreachableError,
+    PackageUnreadableError,
     RetentionPolicy,
+    StoredPackage,
     apply_retention,
     find_package,
+    put_package,
+    read_package,
     renew_package,
+    storage_usage_by_owner,
     store_package,
 )
 from service.store.jobs import find_job, retry_job
@@ -29,6 +40,7 @@ from service.store.tables import (
     AttemptRow,
     Base,
     JobPlanRow,
+    PackageRow,
     PlacedMeshRow,
     PostMortemRow,
     SlotRow,
@@ -139,17 +151,125 @@ async def test_for_ever_is_for_ever_and_zero_days_is_at_once(database: Database)
     assert await left(database, job_id) == {**WHOLE, "slots": 0, "timelines": 0}
 
 
+def in_row(digest: str) -> StoredPackage:
+    return StoredPackage(digest, 3, b"zip")
+
+
+@pytest.fixture
+def bucket() -> Iterator[MemoryFileSystem]:
+    """Objects at `memory://code`, as an object store has them: by key, whole or not at all."""
+    files = MemoryFileSystem()
+    yield files
+    files.store.clear()
+
+
+@pytest.mark.parametrize("place", ["memory://code", "folder"])
+async def test_a_package_in_a_bucket_is_read_from_there_and_goes_with_its_row(
+    database: Database, bucket: MemoryFileSystem, tmp_path: Path, place: str
+):
+    uri = place if "://" in place else str(tmp_path / place)
+    content = b"zip" * 1000
+    digest = hashlib.sha256(content).hexdigest()
+    package = await put_package(digest, content, uri=uri + "/")
+    assert package.address == f"{uri}/{digest}.zip" and package.size_bytes == 3000
+    assert await read_package(database, digest) is None
+    async with database.write() as session:
+        await store_package(session, package, at=NOW - timedelta(days=31), owner="ana")
+    async with database.read() as session:
+        in_table = (await session.execute(select(func.length(PackageRow.content)))).scalar_one()
+        (used,) = await storage_usage_by_owner(session)
+    assert in_table < 200 and (used.owner, used.package_bytes) == ("ana", 3000)
+    assert await read_package(database, digest) == content
+    files, path = fsspec.core.url_to_fs(package.address)
+    assert [Path(name).name for name in files.find(files._parent(path))] == [f"{digest}.zip"]
+    await apply_retention(database, KEEP, now=NOW)
+    assert not files.exists(path) and await read_package(database, digest) is None
+
+
+@pytest.mark.parametrize(
+    "damage", [None, b"", b"zap" * 1000, b"zip" * 1001], ids=["gone", "empty", "another", "longer"]
+)
+async def test_an_object_that_is_not_what_was_uploaded_is_refused_and_mended_by_the_next_upload(
+    database: Database, bucket: MemoryFileSystem, damage: bytes | None
+):
+    content = b"zip" * 1000
+    digest = hashlib.sha256(content).hexdigest()
+    package = await put_package(digest, content, uri="memory://code")
+    async with database.write() as session:
+        await store_package(session, package, at=NOW)
+    if damage is None:
+        bucket.rm_file(f"/code/{digest}.zip")
+    else:
+        bucket.pipe_file(f"/code/{digest}.zip", damage)
+    with pytest.raises(PackageUnreadableError, match=r"memory://code/.*: upload the package again"):
+        await read_package(database, digest)
+    assert await put_package(digest, content, uri="memory://code") == package
+    assert await read_package(database, digest) == content
+
+
+async def test_a_package_that_is_uploaded_again_moves_to_where_packages_lie_now(
+    database: Database, bucket: MemoryFileSystem
+):
+    content = b"zip" * 1000
+    digest = hashlib.sha256(content).hexdigest()
+    lengths = []
+    async with database.write() as session:
+        await store_package(session, await put_package(digest, content, uri=None), at=NOW)
+    for uri in ("memory://code", "memory://edoc", None, None):
+        package = await put_package(digest, content, uri=uri)
+        async with database.write() as session:
+            assert await renew_package(session, package, at=NOW)
+        async with database.read() as session:
+            row = (await session.execute(select(PackageRow.content))).scalar_one()
+        lengths.append(len(row))
+        assert row == package.content and await read_package(database, digest) == content
+    assert lengths[0] == lengths[1] < lengths[2] == lengths[3] == 3000
+
+
+async def test_an_address_as_long_as_its_package_is_no_package(database: Database, bucket: MemoryFileSystem):
+    for length in range(70, 90):  # `memory://code/`, 64 digits, `.zip`
+        content = b"x" * length
+        digest = hashlib.sha256(content).hexdigest()
+        package = await put_package(digest, content, uri="memory://code")
+        assert package.address == f"memory://code/{digest}.zip"
+        async with database.write() as session:
+            await store_package(session, package, at=NOW)
+        assert await read_package(database, digest) == content
+
+
+async def test_a_place_that_fails_is_named_and_retention_goes_on(
+    database: Database,
+    bucket: MemoryFileSystem,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    with pytest.raises(PackagesUnreachableError, match=r"nowhere://x/.*cannot be used: ValueError"):
+        await put_package("d" * 64, b"zip", uri="nowhere://x")
+    contents = [letter * 1000 for letter in (b"a", b"b")]
+    async with database.write() as session:
+        for content in contents:
+            package = await put_package(hashlib.sha256(content).hexdigest(), content, uri="memory://code")
+            await store_package(session, package, at=NOW - timedelta(days=31))
+
+    def refuse(self: MemoryFileSystem, path: str) -> None:
+        raise PermissionError("may not delete")
+
+    monkeypatch.setattr(MemoryFileSystem, "rm_file", refuse)
+    await apply_retention(database, KEEP, now=NOW)
+    assert caplog.text.count("may not delete") == 2 and "memory://code/" in caplog.text
+
+
 async def test_packages_that_no_job_names_go_unless_somebody_uploaded_them_again(database: Database):
     used, unused, renewed, fresh = (letter * 64 for letter in "abcd")
     async with database.write() as session:
         for digest in (used, unused, renewed):
-            await store_package(session, digest, b"zip", at=NOW - timedelta(days=31))
-        await store_package(session, fresh, b"zip", at=NOW - timedelta(days=29))
+            await store_package(session, in_row(digest), at=NOW - timedelta(days=31))
+        await store_package(session, in_row(fresh), at=NOW - timedelta(days=29))
     await job_with_everything(database, ended_days_ago=31, code={"working_dir": f"package:{used}"})
     await job_with_everything(database, ended_days_ago=31)  # its working_dir is null
     async with database.write() as session:
-        assert await renew_package(session, renewed, at=NOW)
-        assert not await renew_package(session, "e" * 64, at=NOW)
+        assert await renew_package(session, in_row(renewed), at=NOW)
+        assert not await renew_package(session, in_row("e" * 64), at=NOW)
     await apply_retention(database, KEEP, now=NOW)
     async with database.read() as session:
         kept = {digest for digest in (used, unused, renewed, fresh) if await find_package(session, digest)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import math
 import socket
@@ -19,6 +20,7 @@ from pydantic import SecretStr
 
 from service.control_plane import control_plane_app
 from service.orchestrator.attempts import watch
+from service.orchestrator.decisions.attempt_lifecycle import WatchLimits
 from service.orchestrator.ray.jobs_api import ClusterUnreachableError, RayNode, ResourceUse
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import PipelineSpec
@@ -98,12 +100,12 @@ def seeded_site(
     settings = Settings(
         data_dir=data_dir,
         port=0,
-        start_timeout_s=never_s,
         api_token=None if api_token is None else SecretStr(api_token),
     )
     seeded = asyncio.run(seed_store(settings.sqlalchemy_url, serve_metrics))
     with (
         mock.patch.object(watch, "HEARTBEAT_TIMEOUT_S", never_s),
+        mock.patch.object(watch, "WatchLimits", functools.partial(WatchLimits, start_timeout_s=never_s)),
         mock.patch("service.jobs.clusters.METRICS_LINGER_S", never_s),
         _serve(settings) as url,
     ):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -20,9 +21,11 @@ from service.scheduler.problem.spec import PipelineSpec
 from service.scheduler.programs.plan import Plan
 from service.store.attempts import find_attempt
 from service.store.database import utc_now
+from service.store.files import read_package
 from service.store.plans import record_job_plan
 from tests.service.api.conftest import Api, ApiMaker
 from tests.service.api.routers.test_jobs import problem
+from tests.service.conftest import job_body
 from worker.contract.reasons import Reason
 
 SPEC = {
@@ -290,6 +293,41 @@ async def test_code_is_stored_once_under_its_digest_and_named_by_a_job(api: Api)
     job_id = await api.started(code={"working_dir": first.json()["uri"]})
     assert api.cluster.packages == {f"_ray_pkg_{digest[:32]}.zip": content}
     assert api.cluster.submissions[f"{job_id}-1"].working_dir == f"gcs://_ray_pkg_{digest[:32]}.zip"
+
+
+async def test_code_lies_where_the_settings_say_and_reaches_the_cluster_from_there(
+    make_api: ApiMaker, tmp_path: Path
+):
+    content = zipped({"mine/model.py": b"x = 1\n"})
+    digest = hashlib.sha256(content).hexdigest()
+    stored = tmp_path / "code" / f"{digest}.zip"
+    async with make_api(packages_uri=str(stored.parent)) as api:
+        uploads = [await upload(api, content) for _ in range(2)]
+        assert [answer.status_code for answer in uploads] == [201, 200]
+        assert stored.read_bytes() == content
+        code = {"working_dir": uploads[0].json()["uri"]}
+        stored.write_bytes(b"something else")
+        refused = await api.submit(code=code, retry={"infrastructure": 0})
+        for _ in range(3):
+            await api.service.clusters.refresh()
+            await api.service.orchestrator.round()
+            await api.service.orchestrator.settle()
+        job = await api.job(refused)
+        assert (job["state"], job["reason"]) == ("FAILED", "START_REFUSED")
+        assert f"{stored} is not what was uploaded: upload the package again" in job["message"]
+        assert (await upload(api, content)).status_code == 200
+        await api.started(code=code)
+        assert api.cluster.packages == {f"_ray_pkg_{digest[:32]}.zip": content}
+    async with make_api() as api:  # the setting is gone, the package is not
+        assert (await api.client.post("/api/v1/jobs", json=job_body(code=code))).status_code == 201
+        assert await read_package(api.service.database, digest) == content
+
+
+async def test_a_place_of_code_that_takes_none_is_503_and_named(make_api: ApiMaker, tmp_path: Path):
+    (tmp_path / "file").write_text("no folder")
+    async with make_api(packages_uri=str(tmp_path / "file")) as api:
+        answer = await upload(api, zipped({"mine.py": b""}))
+        assert "SLOTLINE_PACKAGES_URI" in problem(answer, 503)["detail"] and answer.headers["retry-after"]
 
 
 @pytest.mark.parametrize("name", ["../up.py", "/etc/x", "a/../../x", "C:\\x", "..\\x"])
