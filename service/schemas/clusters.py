@@ -17,7 +17,9 @@ class NodeAccelerators(BaseModel):
     """Accelerators of one device on a node; `used` by whomever, `free` also where the node takes no work."""
 
     device: str
-    accelerator_type: str | None = Field(default=None, description="As the node tells it, by a label or to Ray")
+    accelerator_type: str | None = Field(
+        default=None, description="As the node tells it, by a label or to Ray"
+    )
     total: int
     used: int
     free: int

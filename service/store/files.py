@@ -1,7 +1,7 @@
 """Stored files: uploaded code packages, uses and removal of checkpoints, retention of history, and bytes by owner.
 
 A package is a zip under its digest, stored once, with everyone who uploaded it. Its content is in its row, or, where
-`SLOTLINE_PACKAGES_URI` was set at its upload, an object whose address the row has in place of it; what is read there is
+`SLOTLINE_PACKAGES_URI` was set at its upload, in an object whose address the row has; what is read there is
 compared with the digest. The object is written before its row and deleted after it: a package that is uploaded again is
 whole again, whatever became of its object.
 A use of a job's files is a lease: reading and deleting exclude each other over all replicas, and a use whose control
@@ -27,7 +27,7 @@ from typing import TypeVar
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
-from sqlalchemy import ColumnElement, case, delete, exists, func, literal, or_, select, update
+from sqlalchemy import ColumnElement, delete, exists, func, literal, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.settings.clusters import DEFAULT_CLUSTER
@@ -74,16 +74,12 @@ async def find_package(session: AsyncSession, digest: str, *, owner: str | None 
 
 @dataclass(frozen=True)
 class StoredPackage:
-    """A package as its row has it: `content` is the zip of `size_bytes`, or else the address of an object with it."""
+    """A package as its row has it: `content` is the zip, or empty where an object at `address` has it."""
 
     digest: str
     size_bytes: int
     content: bytes
-
-    @property
-    def address(self) -> str | None:
-        """The address of the object; None where the row has the zip itself, which is as long as it says."""
-        return None if len(self.content) == self.size_bytes else self.content.decode().rstrip()
+    address: str | None = None
 
 
 class PackageUnreadableError(Exception):
@@ -100,13 +96,13 @@ async def put_package(digest: str, content: bytes, *, uri: str | None) -> Stored
         return StoredPackage(digest, len(content), content)
     address = f"{uri.rstrip('/')}/{digest}.zip"
     await _at_place(address, lambda: _write_object(address, content))
-    pointer = address.encode()
-    return StoredPackage(digest, len(content), pointer + b" " * (len(pointer) == len(content)))
+    return StoredPackage(digest, len(content), b"", address)
 
 
 async def read_package(database: Sessions, digest: str) -> bytes | None:
     """The zip of a package; None where it is not stored. Raises PackageUnreadableError or PackagesUnreachableError."""
-    query = select(PackageRow.size_bytes, PackageRow.content).where(PackageRow.digest == digest)
+    columns = PackageRow.size_bytes, PackageRow.content, PackageRow.address
+    query = select(*columns).where(PackageRow.digest == digest)
     async with database.read() as session:
         row = (await session.execute(query)).first()
     if row is None:
@@ -127,7 +123,11 @@ async def store_package(
     """Store a new package. Raises sqlalchemy's IntegrityError where it is stored already."""
     session.add(
         PackageRow(
-            digest=package.digest, created_at=at, size_bytes=package.size_bytes, content=package.content
+            digest=package.digest,
+            created_at=at,
+            size_bytes=package.size_bytes,
+            content=package.content,
+            address=package.address,
         )
     )
     await session.flush()
@@ -141,10 +141,8 @@ async def renew_package(
     row = PackageRow.digest == package.digest
     if (await session.execute(update(PackageRow).where(row).values(created_at=at))).rowcount == 0:
         return False
-    moved = func.length(PackageRow.content) != len(package.content)
-    if package.address is not None:
-        moved = PackageRow.content != package.content
-    await session.execute(update(PackageRow).where(row, moved).values(content=package.content))
+    moved = update(PackageRow).where(row, PackageRow.address.is_distinct_from(package.address))
+    await session.execute(moved.values(content=package.content, address=package.address))
     await upsert(session, PackageOwnerRow, [{"digest": package.digest, "owner": owner}])
     return True
 
@@ -506,24 +504,22 @@ async def _remove_history(database: Sessions, days: float, now: datetime) -> Non
 
 async def _remove_packages(database: Sessions, days: float, now: datetime) -> None:
     named = JobRow.spec["code"]["working_dir"].as_string() == literal(PACKAGE_PREFIX) + PackageRow.digest
-    address = case((func.length(PackageRow.content) != PackageRow.size_bytes, PackageRow.content))
     unused = (
         delete(PackageRow)
         .where(PackageRow.created_at < now - timedelta(days=days), ~exists().where(named))
-        .returning(PackageRow.digest, PackageRow.size_bytes, address)
+        .returning(PackageRow.digest, PackageRow.address)
     )
     async with database.write() as session:
         removed = (await session.execute(unused)).all()
-    for digest, size_bytes, pointer in removed:
-        if pointer is not None:
-            await _delete_package_object(database, StoredPackage(digest, size_bytes, pointer))
+    for digest, address in removed:
+        if address is not None:
+            await _delete_package_object(database, digest, address)
 
 
-async def _delete_package_object(database: Sessions, package: StoredPackage) -> None:
+async def _delete_package_object(database: Sessions, digest: str, address: str) -> None:
     """Delete the object of a package that was removed, unless it was uploaded again; a failure is a warning."""
-    address = package.address
     async with database.read() as session:
-        if address is None or await find_package(session, package.digest):
+        if await find_package(session, digest):
             return
     try:
         await _at_place(address, lambda: _delete_object(address))

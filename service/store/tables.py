@@ -352,6 +352,8 @@ class PackageRow(Base):
     created_at: Mapped[datetime]
     size_bytes: Mapped[int] = mapped_column(BigInteger)
     content: Mapped[bytes] = mapped_column(LargeBinary)
+    """Empty where an object at `address` has it."""
+    address: Mapped[str | None] = mapped_column(Text)
 
 
 class PackageOwnerRow(Base):
