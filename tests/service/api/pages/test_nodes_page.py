@@ -29,7 +29,12 @@ class LargeCluster(FakeCluster):
 
     async def nodes(self) -> list[RayNode]:
         workers = [
-            RayNode(f"id-{n}", f"10.0.0.{n}", {"slotline_worker": float(EACH)}, host=node_name(n))
+            RayNode(
+                f"id-{n}",
+                f"10.0.0.{n}",
+                {"slotline_worker": float(EACH), "accelerator_type:H200": 1.0},
+                host=node_name(n),
+            )
             for n in range(NODES)
         ]
         return [RayNode("head", "10.0.1.1", {}, host="head"), *workers]
@@ -104,7 +109,7 @@ def test_a_grid_of_32_nodes_of_8_reads_on_a_wide_and_on_a_narrow_screen(page, tm
             page.js(f"{first}.querySelector('.cells').getAttribute('aria-label')")
             == "8 of 8 accelerators in use"
         )
-        assert page.js(f"{first}.textContent").endswith("llama-70b m2–m3")
+        assert page.js(f"{first}.textContent").endswith("H200llama-70b m2–m3")
         assert page.js("document.querySelector('#nodes-summary').textContent").startswith(
             "32 with accelerators, 2 kept from work: slotline node include"
         )
