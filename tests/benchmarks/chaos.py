@@ -3,7 +3,7 @@
 `make chaos`, up to 30 minutes (Linux, root): Ray nodes with networks of their own (tests/cluster/networked_ray.py) and
 `slotline serve`. One job trains through all faults from which a job goes on, in an order that the seed draws; faults that
 end a job have one each. A fault is named right where the attempt's reason is the one expected, and its message names the
-node or the mesh that was hit. At the end every step stands in the record once, with the loss of a plain loop, and no
+node that was hit. At the end every step stands in the record once, with the loss of a plain loop, and no
 worker is left.
 Exit status 1 where that is not so, or where a healthy attempt was ended.
 """
@@ -113,17 +113,15 @@ class Injected:
 
 
 def kill_worker(site: Site, draw: random.Random) -> Injected:
-    victim = draw.choice(site.ray.workers())
-    mesh = _mesh_of(victim)
+    k, victim = _draw_worker(site, draw)
     victim.kill()
-    return Injected((mesh,))
+    return Injected((site.ray.hosts[k],))
 
 
 def freeze_worker(site: Site, draw: random.Random) -> Injected:
-    victim = draw.choice(site.ray.workers())
-    mesh = _mesh_of(victim)
+    k, victim = _draw_worker(site, draw)
     victim.send_signal(signal.SIGSTOP)
-    return Injected((mesh,))
+    return Injected((site.ray.hosts[k],))
 
 
 def kill_driver(site: Site, draw: random.Random) -> Injected:
@@ -166,7 +164,7 @@ def slow_link(site: Site, draw: random.Random) -> Injected:
 
 
 def freeze_worker_for_a_while(site: Site, draw: random.Random) -> Injected:
-    victim = draw.choice(site.ray.workers())
+    _, victim = _draw_worker(site, draw)
     victim.send_signal(signal.SIGSTOP)
     time.sleep(CUT_S)
     victim.send_signal(signal.SIGCONT)
@@ -209,12 +207,9 @@ def ordered(kind: str, *names: str) -> Callable[[Site, random.Random], Injected]
     return inject
 
 
-def _mesh_of(worker: psutil.Process) -> str:
-    """The mesh of a training actor, from its title: ray::Worker of m0/0."""
-    for word in process_title(worker).replace("/", " ").split():
-        if word[:1] == "m" and word[1:].isdigit():
-            return word
-    return ""
+def _draw_worker(site: Site, draw: random.Random) -> tuple[int, psutil.Process]:
+    """A training actor, with the number of its node."""
+    return draw.choice([(k, worker) for k in site.nodes_in_use() for worker in site.ray.workers(k)])
 
 
 @dataclass(frozen=True)
