@@ -91,10 +91,10 @@ class Planner:
         return planned
 
     def watches(self, planned: PlannedJob) -> list[SlotWatch]:
-        """The watches over meshes, and over the links that were planned with; those of a saved plan may be another
-        cluster's."""
+        """The watches over meshes, and over the links that were planned with: those of a saved plan may be another
+        cluster's, and of unequal lengths the plan knows the longest only."""
         meshes = MeshWatch(self._measurements.report_pace)
-        if planned.saved_plan is not None:
+        if planned.saved_plan is not None or self._job.data.lengths is not None:
             return [meshes]
         return [meshes, LinkWatch(planned.plan["slots"], self._measurements.link_is_stale)]
 

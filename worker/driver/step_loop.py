@@ -292,7 +292,7 @@ class StepPublisher:
             reporter.timeline(record.timeline)
             metrics.set_timeline(record.timeline)
             for watch in self._watches:
-                watch.observe(record.timeline["slots"])
+                watch.observe(record.timeline["slots"], record.lengths.buckets if record.lengths else ())
         self._report_skipped_update(record)
         self._report_missing_targets(record)
         self._report_unequal_targets(record)

@@ -329,15 +329,21 @@ class Trainer:
 
     def _replanner(self, planned: PlannedJob) -> Replanner | None:
         """None for a job that keeps its plan: it says so, its plan was saved, it has one mesh, its microbatches have unequal
-        lengths, of which plans know the longest, or it runs on CUDA, where another program would load kernels within a step.
-        """
+        lengths, whose measured costs differ from step to step, or it runs on CUDA, where another program would load kernels
+        within a step."""
         if (
             self._job.pipeline.replan == "off"
             or planned.saved_plan is not None
             or self._job.meshes == 1
-            or self._job.data.lengths is not None
             or self._attempt.device == "cuda"
         ):
+            return None
+        if self._job.data.lengths is not None:
+            self._reporter.event(
+                "plan_kept",
+                "pipeline.replan has no effect: with data.lengths the costs of a step are those of its lengths, by which no "
+                "shorter order of all steps is found",
+            )
             return None
         return Replanner(
             planned,
