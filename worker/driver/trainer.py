@@ -344,8 +344,8 @@ class Trainer:
         )
 
     def _step_plans(self, planned: PlannedJob) -> StepPlans | None:
-        """None for a job that keeps its plan, and for one whose microbatches have one length; an event says why another one's
-        steps have no plans of their own."""
+        """None for a job that keeps its plan, and for one whose microbatches have one length; an event says why other jobs
+        have no plans of single steps."""
         if self._job.data.lengths is None or self._keeps_plan(planned):
             return None
         if "step_planner" not in self._planner.answer:
