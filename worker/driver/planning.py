@@ -423,7 +423,8 @@ class Replanner:
 MOST_KEPT = 256
 """Plans of single steps that are kept, those last used: with few buckets steps of equal lengths come again."""
 MOST_ASKED = 4
-"""Steps that are planned by one question: the first of them is wanted soon."""
+"""Steps that are planned by one question, the last ones: where steps are shorter than planning, nearer ones would all be
+late."""
 
 
 @dataclass(frozen=True)
@@ -488,7 +489,8 @@ class StepPlans:
             )
         elif steps_left >= LENGTHS_AHEAD:
             self._lengths[step + LENGTHS_AHEAD] = lengths.later
-        wanted = dict.fromkeys(key for _, key in sorted(self._lengths.items()) if key not in self._known)
+        last_first = sorted(self._lengths.items(), reverse=True)
+        wanted = dict.fromkeys(key for _, key in last_first if key not in self._known)
         if self._stopped or not wanted or (self._asking is not None and self._asking.is_alive()):
             return
         for key in list(self._known)[: max(0, len(self._known) - MOST_KEPT)]:

@@ -92,7 +92,7 @@ class StepLoop:
             if self._step_plans is not None:
                 self._step_plans.ran(call.plan)
             profiled = self._publisher.publish(record, first=step == first, last=step == last)
-            if self._step_plans is not None:
+            if self._step_plans is not None and record.lengths is not None:
                 if profiled:
                     self._step_plans.profiled(step)
                 self._step_plans.observe(step, record.lengths, steps_left=last - step)
