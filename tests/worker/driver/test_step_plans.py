@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import httpx
@@ -15,9 +16,11 @@ from tests.worker.driver.local_attempt import run_attempt
 from tests.worker.driver.test_replanning import News, events
 from tests.worker.jobs.test_unequal_lengths import PlainLoop
 from worker.actor.step_result import LENGTHS_AHEAD, StepLengths
+from worker.contract.job import Job
 from worker.contract.planned import parse_planned_job
 from worker.driver.control_plane_client import Refused
 from worker.driver.planning import MOST_ASKED, StepPlans
+from worker.driver.trainer import Trainer
 
 OF, COSTS, ANSWER = planned(7)
 FIRST, SECOND, *_ = map(tuple, steps(7))
@@ -186,6 +189,53 @@ def test_the_plan_of_a_profiled_step_is_the_one_that_is_reported_and_that_metric
     ]
     assert all("step_planner" in answer for _, answer in news.plans), "the next steps are planned by it"
     assert shown == [own.planned.plan["makespan_s"], ANSWER["plan"]["makespan_s"]]
+
+
+def of_trainer(spec, answer=ANSWER, **planned):
+    """The plans of single steps that a trainer makes for a job, and what it says of them."""
+    news = News()
+    trainer = SimpleNamespace(
+        _job=Job.from_json(spec),
+        _attempt=SimpleNamespace(device="cpu"),
+        _planner=SimpleNamespace(answer=answer),
+        _reporter=news,
+        _metrics=news,
+        _control=None,
+        _snapshot_obstacle=None,
+    )
+    trainer._keeps_plan = lambda planned: Trainer._keeps_plan(trainer, planned)
+    return Trainer._step_plans(trainer, replace(parse_planned_job(answer), **planned)), news
+
+
+def automatic(**training):
+    spec = unequal_job(stages=3)
+    spec["pipeline"]["schedule"] = "auto"
+    spec["training"] |= training
+    return spec
+
+
+def test_jobs_that_keep_their_plan_and_those_of_one_length_plan_no_steps_and_say_nothing():
+    assert isinstance(of_trainer(automatic())[0], StepPlans)
+    kept, alike = automatic(), automatic()
+    kept["pipeline"]["replan"] = "off"
+    del alike["data"]["lengths"]
+    for spec, planned in ((kept, {}), (alike, {}), (automatic(), {"saved_plan": "mine"})):
+        plans, news = of_trainer(spec, **planned)
+        assert plans is None and news.events == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        (unequal_job(stages=3), "pipeline.schedule is 1f1b, whose order stays"),
+        (automatic(microbatches="auto"), "training.microbatches is auto; with a number"),
+    ],
+)
+def test_a_job_whose_steps_could_be_planned_says_what_is_missing(spec, says):
+    answer = {name: value for name, value in ANSWER.items() if name != "step_planner"}
+    plans, news = of_trainer(spec, answer)
+    (message,) = events(news, "plan_kept")
+    assert plans is None and says in message
 
 
 @pytest.mark.slow
