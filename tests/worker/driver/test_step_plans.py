@@ -219,8 +219,8 @@ def test_jobs_that_keep_their_plan_and_those_of_one_length_plan_no_steps_and_say
     kept, alike = automatic(), automatic()
     kept["pipeline"]["replan"] = "off"
     del alike["data"]["lengths"]
-    for spec, planned in ((kept, {}), (alike, {}), (automatic(), {"saved_plan": "mine"})):
-        plans, news = of_trainer(spec, **planned)
+    for spec, named in ((kept, {}), (alike, {}), (automatic(), {"saved_plan": "mine"})):
+        plans, news = of_trainer(spec, **named)
         assert plans is None and news.events == []
 
 
