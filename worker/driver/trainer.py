@@ -349,11 +349,11 @@ class Trainer:
         if self._job.data.lengths is None or self._keeps_plan(planned):
             return None
         if "step_planner" not in self._planner.answer:
-            why = (
-                f"pipeline.schedule is {self._job.pipeline.schedule}, whose order stays; auto plans steps by their lengths"
-                if self._job.pipeline.schedule != AUTO
-                else "training.microbatches is auto; with a number steps are planned by their lengths"
-            )
+            why = "no shorter microbatches were planned with: data.lengths has one bucket"
+            if (schedule := self._job.pipeline.schedule) != AUTO:
+                why = f"pipeline.schedule is {schedule}, whose order stays; auto plans steps by their lengths"
+            elif self._job.training.microbatches == AUTO:
+                why = "training.microbatches is auto; with a number steps are planned by their lengths"
             self._reporter.event(
                 "plan_kept", f"all steps run by the plan for their longest microbatches: {why}"
             )

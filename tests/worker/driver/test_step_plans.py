@@ -229,6 +229,7 @@ def test_jobs_that_keep_their_plan_and_those_of_one_length_plan_no_steps_and_say
     [
         (unequal_job(stages=3), "pipeline.schedule is 1f1b, whose order stays"),
         (automatic(microbatches="auto"), "training.microbatches is auto; with a number"),
+        (automatic(), "data.lengths has one bucket"),
     ],
 )
 def test_a_job_whose_steps_could_be_planned_says_what_is_missing(spec, says):
