@@ -200,7 +200,7 @@ class LengthSource(IndexedSource):
         grouped = self._group(step)
         return self._bucket_of(grouped.lengths, grouped.groups[microbatch])
 
-    def told_buckets(self, step: int) -> tuple[int, ...]:
+    def known_buckets(self, step: int) -> tuple[int, ...]:
         """The buckets of a step's microbatches by the data set's `lengths`; none where it has none, or one that no bucket
         holds. No sample is read."""
         if self._table is None:

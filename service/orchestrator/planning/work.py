@@ -1,5 +1,6 @@
-"""Work of planning processes beside plain planning: explain a stored step, shorten a running plan, plan single steps of it,
-fit a saved one.
+"""Work of planning processes beside plain planning: explain a stored step, shorten a running plan, fit a saved one.
+
+Single steps of a running plan are planned here, too.
 
 Only inside these functions is the scheduler imported: the module itself is imported by the control plane. They
 return JSON text; ValueError is a refusal that the user sees.

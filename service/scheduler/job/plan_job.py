@@ -192,8 +192,8 @@ def _plan_with_microbatches(
 
 
 def _step_planner(job: Job, costs: JobCosts, planned: JobPlan) -> StepPlanner | None:
-    """What plans single steps of the job; None where all microbatches have one length, and where the job names its order:
-    in the order that it names no step is shorter by another plan."""
+    """The planner of the job's single steps; None where all microbatches have one length, and where the job names its
+    order, in which no step is shorter by another plan."""
     if not costs.length_profiles or job.pipeline.schedule != AUTO:
         return None
     parallelism = _mesh_parallelism(job, costs)

@@ -57,7 +57,7 @@ class StepPlanner:
         profiles: Mapping[int, LayerProfile],
         setup: PipelineSetup,
     ) -> StepPlanner:
-        """Of a job's plan of this cut for its longest microbatches, and the `profiles` of shorter ones by length; actions
+        """Take a job's plan of this cut for its longest microbatches, and the `profiles` of shorter ones by length; actions
         take `slowdown` times as long as they were measured."""
         most = cut.spec
         meshes = [mesh.name for mesh in most.meshes]
