@@ -339,11 +339,10 @@ class MicrobatchProfile(_FromDriver):
     profile: Arguments
 
 
-class LengthProfile(_FromDriver):
-    """The profile of microbatches of one length, shorter than the longest."""
+class LengthProfile(MicrobatchProfile):
+    """The layers' costs for microbatches of one length, shorter than the longest."""
 
     length: Count
-    profile: Arguments
 
 
 class MeshProfile(MicrobatchProfile):

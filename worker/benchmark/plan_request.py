@@ -179,7 +179,8 @@ def _length_profiles(job: Job, measurements: Measurements, counts: Sequence[int]
     profiles = measurements.length_profiles(counts[0])
     return {
         "length_profiles": [
-            {"length": length, "profile": profile.to_json()} for length, profile in profiles.items()
+            {"microbatches": counts[0], "length": length, "profile": profile.to_json()}
+            for length, profile in profiles.items()
         ]
     }
 

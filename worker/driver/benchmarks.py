@@ -179,7 +179,7 @@ class GangMeasurements:
         measured = self._call(
             "profile",
             microbatches,
-            length,
+            *(() if length is None else (length,)),
             workers=[self._gang.workers[index] for index in measuring],
             what=f"profiling the layers for {microbatches} microbatches",
             extra_s=self._job.training.compiling_s,

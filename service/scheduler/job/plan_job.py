@@ -36,7 +36,7 @@ class JobCosts:
     `profiles` are the costs of its layers by number of microbatches, `memory_bytes` the limit of each mesh, `shared`
     the nodes whose workers share processor cores, `action_s` the engine's own seconds for each action. `mesh_profiles`
     are the profiles of heterogeneous meshes, by (microbatches, workers, tensor parallelism); `length_profiles` those of
-    microbatches shorter than the longest, by length; `nodes` the node of each (mesh, worker), between which `node_links`
+    microbatches shorter than the longest, by (microbatches, length); `nodes` the node of each (mesh, worker), between which `node_links`
     were measured.
     """
 
@@ -48,7 +48,7 @@ class JobCosts:
     shared: Sequence[SharedCores] = ()
     action_s: float = 0.0
     mesh_profiles: Mapping[tuple[int, int, int], LayerProfile] = field(default_factory=dict)
-    length_profiles: Mapping[int, LayerProfile] = field(default_factory=dict)
+    length_profiles: Mapping[tuple[int, int], LayerProfile] = field(default_factory=dict)
     nodes: Mapping[tuple[str, int], str] = field(default_factory=dict)
     node_links: NodeLinks = field(default_factory=dict)
 
@@ -86,7 +86,7 @@ class JobCosts:
                 for item in data.get("mesh_profiles") or ()
             },
             length_profiles={
-                item["length"]: LayerProfile.from_json(item["profile"])
+                (item["microbatches"], item["length"]): LayerProfile.from_json(item["profile"])
                 for item in data.get("length_profiles") or ()
             },
             nodes={
@@ -194,12 +194,14 @@ def _plan_with_microbatches(
 def _step_planner(job: Job, costs: JobCosts, planned: JobPlan) -> StepPlanner | None:
     """The planner of the job's single steps; None where all microbatches have one length, and where the job names its
     order, in which no step is shorter by another plan."""
-    if not costs.length_profiles or job.pipeline.schedule != AUTO:
-        return None
     parallelism = _mesh_parallelism(job, costs)
     profiles = {
-        length: uniform_profile(profile, parallelism) for length, profile in costs.length_profiles.items()
+        length: uniform_profile(profile, parallelism)
+        for (count, length), profile in costs.length_profiles.items()
+        if count == planned.partition.spec.microbatches
     }
+    if not profiles or job.pipeline.schedule != AUTO:
+        return None
     setup = _pipeline_setup(job, costs)
     return StepPlanner.of(planned.partition, planned.plan, planned.slowdown, profiles, setup)
 

@@ -16,26 +16,34 @@ NETWORK = {"contention": "link", "bandwidth_bytes_per_s": 1e6, "latency_s": 1e-4
 MESHES = 3
 
 
-async def planned(api: Api) -> tuple[str, dict[str, Any]]:
-    """A job whose first attempt has a plan, with the costs of microbatches of 64 and, the longest, of 256."""
-    job_id = await api.started(
+async def started(api: Api) -> str:
+    """A job whose first attempt has no plan yet."""
+    return await api.started(
         pipeline={"stages": MESHES},
         resources={"meshes": MESHES, "device": "cpu"},
         training={"steps": 50, "global_batch": 8, "microbatches": 8},
     )
+
+
+async def planned(api: Api, job_id: str) -> dict[str, Any]:
+    """Its plan, with the costs of microbatches of 64 and, the longest, of 256."""
     costs = {
+        "microbatches": 8,
         "profile": measured(6, 3).to_json(),
-        "length_profiles": [{"length": 64, "profile": measured(6, 3, microbatch=0.25).to_json()}],
+        "length_profiles": [
+            {"microbatches": 8, "length": 64, "profile": measured(6, 3, microbatch=0.25).to_json()}
+        ],
         "network": NETWORK,
     }
     answer = await api.driver(job_id, "POST", "/plan", json=costs)
     assert answer.status_code == 200, answer.text
-    return job_id, answer.json()
+    return answer.json()
 
 
 @pytest.mark.slow
 async def test_single_steps_are_planned_and_a_step_that_ran_by_one_is_compared_with_it(api: Api):
-    job_id, running = await planned(api)
+    job_id = await started(api)
+    running = await planned(api, job_id)
     lengths = [[64] * 6 + [256] * 2, [256] * 8]
     answer = await api.driver(job_id, "POST", "/step-plans", json={"lengths": lengths})
     assert answer.status_code == 200, answer.text
@@ -67,9 +75,9 @@ async def test_single_steps_are_planned_and_a_step_that_ran_by_one_is_compared_w
 async def test_steps_of_a_plan_that_knows_no_lengths_or_of_another_number_of_microbatches_are_refused(
     api: Api,
 ):
-    job_id = await api.started()
+    job_id = await started(api)
     problem(await api.driver(job_id, "POST", "/step-plans", json={"lengths": [[64]]}), 409)
-    job_id, _ = await planned(api)
+    await planned(api, job_id)
     refused = problem(await api.driver(job_id, "POST", "/step-plans", json={"lengths": [[64, 64]]}), 422)
     assert "2 lengths are given for 8" in refused["detail"]
     problem(await api.driver(job_id, "POST", "/step-plans", json={"lengths": []}), 422)

@@ -17,6 +17,7 @@ from service.scheduler.problem.spec import SpecError
 from tests.service.scheduler.checker import check_plan, run_programs
 from tests.service.scheduler.job.test_joint import UPDATE, measured, trained
 from tests.service.scheduler.test_properties import examples
+from worker.contract.costs import LinearCost
 from worker.contract.job import Job
 from worker.contract.planned import parse_planned_job, planned_peak_bytes
 
@@ -48,10 +49,12 @@ def costs_of(seed, memory=None, noise=1.0, parameters=True):
     shorter[LENGTHS[0]] = replace(first, layers=tuple(slower))
     return {
         "profile": profile_of(LENGTHS[-1], seed, parameters).to_json(),
-        "length_profiles": [{"length": n, "profile": one.to_json()} for n, one in shorter.items()],
+        "length_profiles": [
+            {"microbatches": COUNT, "length": n, "profile": one.to_json()} for n, one in shorter.items()
+        ],
         "network": NETWORK,
         "memory": [{"mesh": f"m{m}", "memory_bytes": memory} for m in range(MESHES)] if memory else [],
-        "update": UPDATE.to_json(),
+        "update": replace(UPDATE, sums=LinearCost(1e-4, 1e-5, 1e-9)).to_json(),
     }
 
 
@@ -135,16 +138,18 @@ def test_a_shorter_microbatch_that_was_measured_slower_counts_as_the_longest():
 @pytest.mark.parametrize("method", ["all", "auto"])
 def test_stages_that_recompute_do_so_at_every_length(method):
     of = job(recompute=method)
-    costs = JobCosts.from_json(costs_of(4), of)
-    answer = json.loads(json.dumps(job_plan_json(plan_job(of, costs, budget_s=0.0))))
+    _, _, answer = planned(4, of, parameters=False)
+    _, costs, answer = planned(4, of, parameters=False, memory=int(1.2 * least_bytes(answer)))
+    recomputed = parse_planned_job(answer).recomputed
+    assert recomputed
     found = [one for one in plan_steps(of, costs, answer, steps(4)) if one is not None]
-    assert found
-    for one in found:
-        assert parse_planned_job({**answer, **one}).recomputed == parse_planned_job(answer).recomputed
-    stages = StepPlanner.from_json(answer["step_planner"]).spec.stages
-    if method == "all":
-        before = answer["spec"]["stages"]
-        assert stages[0].backward_s > before[0]["backward_s"], "the forward again"
+    assert found and all(parse_planned_job({**answer, **one}).recomputed == recomputed for one in found)
+    spec = StepPlanner.from_json(answer["step_planner"]).spec
+    for number in recomputed:
+        before = answer["spec"]["stages"][number]
+        for stage in (spec.stages[number], *(bucket.stages[number] for bucket in spec.length_buckets[-1:])):
+            assert stage.backward_s == pytest.approx(before["backward_s"] + before["recompute"]["extra_s"])
+            assert stage.activation_bytes == before["recompute"]["activation_bytes"]
 
 
 def test_gradients_of_several_workers_are_summed_in_the_plan_of_a_step_too():
@@ -152,7 +157,7 @@ def test_gradients_of_several_workers_are_summed_in_the_plan_of_a_step_too():
     found = next(one for one in plan_steps(of, costs, answer, steps(6)) if one is not None)
     lanes = {mesh: [i["lane"] for i in program] for mesh, program in answer["plan"]["programs"].items()}
     for mesh, program in found["plan"]["programs"].items():
-        assert [i["lane"] for i in program].count("reduce") == lanes[mesh].count("reduce")
+        assert [i["lane"] for i in program].count("reduce") == lanes[mesh].count("reduce") > 0
 
 
 @pytest.mark.parametrize(
