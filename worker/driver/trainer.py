@@ -352,6 +352,8 @@ class Trainer:
             why = "no shorter microbatches were planned with: data.lengths has one bucket"
             if (schedule := self._job.pipeline.schedule) != AUTO:
                 why = f"pipeline.schedule is {schedule}, whose order stays; auto plans steps by their lengths"
+            elif planned.slowdown > 1:
+                why = "workers share processor cores, which decide how long steps are in any order"
             elif self._job.training.microbatches == AUTO:
                 why = "training.microbatches is auto; with a number steps are planned by their lengths"
             self._reporter.event(

@@ -33,11 +33,11 @@ from worker.contract.program import program_from_json
 class JobCosts:
     """The measurements of a job from which it is planned.
 
-    `profiles` are the costs of its layers by number of microbatches, `memory_bytes` the limit of each mesh, `shared`
-    the nodes whose workers share processor cores, `action_s` the engine's own seconds for each action. `mesh_profiles`
-    are the profiles of heterogeneous meshes, by (microbatches, workers, tensor parallelism); `length_profiles` those of
-    microbatches shorter than the longest, by (microbatches, length); `nodes` the node of each (mesh, worker), between which `node_links`
-    were measured.
+    `profiles` are the costs of its layers by number of microbatches, `memory_bytes` the limit of each mesh, `shared` the
+    nodes whose workers share processor cores, `action_s` the engine's own seconds for each action. `mesh_profiles` are
+    the profiles of heterogeneous meshes, by (microbatches, workers, tensor parallelism); `length_profiles` those of
+    microbatches shorter than the longest, by (microbatches, length); `nodes` the node of each (mesh, worker), between
+    which `node_links` were measured.
     """
 
     profiles: Mapping[int, LayerProfile]
@@ -192,18 +192,18 @@ def _plan_with_microbatches(
 
 
 def _step_planner(job: Job, costs: JobCosts, planned: JobPlan) -> StepPlanner | None:
-    """The planner of the job's single steps; None where all microbatches have one length, and where the job names its
-    order, in which no step is shorter by another plan."""
+    """The planner of the job's single steps; None where all microbatches have one length, where the job names its order, in
+    which no step is shorter by another plan, and where workers share cores that decide how long steps are."""
     parallelism = _mesh_parallelism(job, costs)
     profiles = {
         length: uniform_profile(profile, parallelism)
         for (count, length), profile in costs.length_profiles.items()
         if count == planned.partition.spec.microbatches
     }
-    if not profiles or job.pipeline.schedule != AUTO:
+    if not profiles or job.pipeline.schedule != AUTO or planned.slowdown > 1.0:
         return None
     setup = _pipeline_setup(job, costs)
-    return StepPlanner.of(planned.partition, planned.plan, planned.slowdown, profiles, setup)
+    return StepPlanner.of(planned.partition, planned.plan, profiles, setup)
 
 
 def plan_steps(
@@ -223,7 +223,7 @@ def plan_steps(
     profile = measured_profile(job, costs, planner.spec.microbatches)
     answers: list[dict[str, Any] | None] = []
     for lengths in steps:
-        found = planner.plan(lengths, expired=expired)
+        found = planner.plan(lengths, shared=costs.shared, expired=expired)
         if found is None:
             answers.append(None)
             continue
@@ -233,7 +233,6 @@ def plan_steps(
             plan,
             tuple(MeshUpdate(**mesh) for mesh in running.get("update", ())),
             score_s=plan.makespan_s,
-            slowdown=running.get("slowdown", 1.0),
             notes=tuple(running.get("planning_notes", ())),
         )
         answers.append(job_plan_json(_with_gradient_reduces(job, costs, profile, planned)))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from service.scheduler.auto.recomputation import with_recomputation
-from service.scheduler.job.cores import with_slower_actions
+from service.scheduler.job.cores import SharedCores, core_bound_step_s
 from service.scheduler.job.cut import PipelineSetup
 from service.scheduler.job.partition import PartitionResult, partition
 from service.scheduler.planner import make_plan
@@ -53,12 +53,10 @@ class StepPlanner:
         cls,
         cut: PartitionResult,
         plan: Plan,
-        slowdown: float,
         profiles: Mapping[int, LayerProfile],
         setup: PipelineSetup,
     ) -> StepPlanner:
-        """Take a job's plan of this cut for its longest microbatches, and the `profiles` of shorter ones by length; actions
-        take `slowdown` times as long as they were measured."""
+        """Take a job's plan of this cut for its longest microbatches, and the `profiles` of shorter ones by length."""
         most = cut.spec
         meshes = [mesh.name for mesh in most.meshes]
         recomputed = [stage.name for stage in plan.stages if stage.recomputed]
@@ -78,7 +76,7 @@ class StepPlanner:
                 cut=cut.stage_starts,
                 placement=[meshes.index(stage.mesh) for stage in most.stages],
             )
-            buckets.append(_bucket(decided(with_slower_actions(shorter.spec, slowdown)), spec))
+            buckets.append(_bucket(decided(shorter.spec), spec))
         buckets.append(_bucket(spec, spec))
         longest = [len(buckets) - 1] * spec.microbatches
         return cls(
@@ -123,12 +121,18 @@ class StepPlanner:
         return replay(*read_programs(spec, programs)).serialised_makespan_s
 
     def plan(
-        self, lengths: Sequence[int], *, budget_s: float = 0.0, expired: Callable[[], bool] | None = None
+        self,
+        lengths: Sequence[int],
+        *,
+        shared: Sequence[SharedCores] = (),
+        expired: Callable[[], bool] | None = None,
     ) -> tuple[PipelineSpec, Plan] | None:
-        """A plan of a step with microbatches of these lengths, and its spec; None where the job's own is as short."""
+        """A plan of a step with microbatches of these lengths, and its spec; None where the job's own is as short, or the
+        cores that workers share are."""
         spec = self.spec_of(lengths)
-        plan = make_plan(spec, budget_s=budget_s, expired=expired)
-        if plan.programs_makespan_s > (1 - LEAST_GAIN) * self.makespan_by_job_plan(spec):
+        plan = make_plan(spec, budget_s=0.0, expired=expired)
+        processor_s = core_bound_step_s({mesh.name: mesh.compute_s for mesh in plan.meshes}, shared)
+        if max(plan.programs_makespan_s, processor_s) > (1 - LEAST_GAIN) * self.makespan_by_job_plan(spec):
             return None
         return spec, plan.model_copy(update={"stages": list(self.stages)})
 

@@ -12,9 +12,11 @@ from unequal_texts import unequal_job
 
 from service.scheduler.job.plan_job import plan_steps
 from tests.service.scheduler.job.test_step_plans import planned, steps
+from tests.worker.driver.control_plane import ControlPlane
 from tests.worker.driver.local_attempt import run_attempt
 from tests.worker.driver.test_replanning import News, events
 from tests.worker.jobs.test_unequal_lengths import PlainLoop
+from tests.worker.workers import step_plans_of
 from worker.actor.step_result import LENGTHS_AHEAD, StepLengths
 from worker.contract.job import Job
 from worker.contract.planned import parse_planned_job
@@ -225,18 +227,30 @@ def test_jobs_that_keep_their_plan_and_those_of_one_length_plan_no_steps_and_say
 
 
 @pytest.mark.parametrize(
-    ("spec", "says"),
+    ("spec", "named", "says"),
     [
-        (unequal_job(stages=3), "pipeline.schedule is 1f1b, whose order stays"),
-        (automatic(microbatches="auto"), "training.microbatches is auto; with a number"),
-        (automatic(), "data.lengths has one bucket"),
+        (unequal_job(stages=3), {}, "pipeline.schedule is 1f1b, whose order stays"),
+        (automatic(microbatches="auto"), {}, "training.microbatches is auto; with a number"),
+        (automatic(), {"slowdown": 1.4}, "workers share processor cores"),
+        (automatic(), {}, "data.lengths has one bucket"),
     ],
 )
-def test_a_job_whose_steps_could_be_planned_says_what_is_missing(spec, says):
+def test_a_job_whose_steps_could_be_planned_says_what_is_missing(spec, named, says):
     answer = {name: value for name, value in ANSWER.items() if name != "step_planner"}
-    plans, news = of_trainer(spec, answer)
+    plans, news = of_trainer(spec, answer, **named)
     (message,) = events(news, "plan_kept")
     assert plans is None and says in message
+
+
+class WithCores(ControlPlane):
+    """Plans as if no workers shared processor cores."""
+
+    def plan(self, costs):
+        return super().plan({**costs, "workers": []})
+
+    def plan_steps(self, lengths):
+        costs = {**self.plan_requests[0], "workers": []}
+        return step_plans_of(self.given["job"], costs, self.plan_answers[0], lengths)
 
 
 @pytest.mark.slow
@@ -245,7 +259,7 @@ def test_an_attempt_runs_steps_by_plans_of_their_own_with_the_losses_of_a_plain_
     spec["training"]["steps"] = last = 2 * LENGTHS_AHEAD + 4
     spec["pipeline"]["schedule"] = "auto"
     spec["data"]["factory"] = "unequal_texts:TextsWithLengths"
-    plane, code = run_attempt(spec)
+    plane, code = run_attempt(spec, control=WithCores)
     assert code == 0, plane.reports[-1]
     expected = PlainLoop(spec).train(range(1, last + 1)).losses
     assert [step["loss"] for step in plane.steps] == pytest.approx(expected, rel=1e-4)

@@ -127,6 +127,20 @@ def test_a_step_of_the_longest_alone_keeps_the_jobs_plan():
     assert plan_steps(of, costs, answer, [[256] * COUNT]) == [None]
 
 
+def test_where_workers_share_cores_that_decide_no_step_has_a_plan_of_its_own():
+    of, costs, answer = planned(7)
+    assert any(one is not None for one in plan_steps(of, costs, answer, steps(7)))
+    few = JobCosts.from_json({**costs_of(7), "workers": workers_on_one_node(cores=1)}, of)
+    assert plan_steps(of, few, answer, steps(7)) == [None] * len(steps(7))
+    assert "step_planner" not in job_plan_json(plan_job(of, few, budget_s=0.0))
+    many = JobCosts.from_json({**costs_of(7), "workers": workers_on_one_node(cores=8)}, of)
+    assert plan_steps(of, many, answer, steps(7)) == plan_steps(of, costs, answer, steps(7))
+
+
+def workers_on_one_node(cores):
+    return [{"mesh": f"m{m}", "worker": 0, "node": "here", "cores": cores} for m in range(MESHES)]
+
+
 def test_a_shorter_microbatch_that_was_measured_slower_counts_as_the_longest():
     _, _, answer = planned(2, noise=100.0)
     spec = StepPlanner.from_json(answer["step_planner"]).spec
