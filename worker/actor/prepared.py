@@ -74,8 +74,8 @@ class PreparedWorker(WorkerState):
         }
 
     def shorter_lengths(self) -> tuple[int, ...]:
-        """The lengths of microbatches but the longest, ascending; none where all samples have one shape."""
-        return self.batches.buckets[:-1]
+        """The lengths of microbatches but the longest, ascending; none where the data tells no lengths of steps to come."""
+        return self.batches.buckets[:-1] if self.batches.buckets_of(1) else ()
 
     def optimizer_state(self) -> OptimizerState:
         """The bytes that the job's optimizer keeps of the parameters that it trains. Raises AttemptFailure where optimizers

@@ -186,8 +186,13 @@ def _length_profiles(job: Job, measurements: Measurements, counts: Sequence[int]
 
 
 def plans_single_steps(job: Job) -> bool:
-    """True where the steps of `job` have unequal lengths, and an order that is not named."""
-    return job.data.lengths is not None and job.pipeline.schedule == AUTO
+    """True where the steps of `job` have unequal lengths, and an order that is neither named nor kept."""
+    return (
+        job.data.lengths is not None
+        and job.pipeline.schedule == AUTO
+        and job.pipeline.replan != "off"
+        and job.meshes > 1
+    )
 
 
 def mesh_profile_json(microbatches: int, kind: MeshKind, profile: LayerProfile) -> dict[str, Any]:
