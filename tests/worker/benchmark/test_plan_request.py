@@ -120,7 +120,7 @@ def test_shorter_microbatches_are_measured_where_single_steps_are_planned_by_the
     read = PlanRequest.model_validate_json(json.dumps(plan_request(planned, measurements)))
     assert [
         (one.microbatches, one.length, one.profile["layers"][0]["forward_s"]) for one in read.length_profiles
-    ] == [(COUNT, 64, 1.5), (COUNT, 128, 2.5)]
+    ] == [(COUNT, 64, 1.0), (COUNT, 128, 2.0)]
     for other in (
         job,
         replace(planned, pipeline=replace(job.pipeline, schedule="1f1b")),
