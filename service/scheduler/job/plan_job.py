@@ -202,8 +202,12 @@ def _step_planner(job: Job, costs: JobCosts, planned: JobPlan) -> StepPlanner | 
     }
     if not profiles or job.pipeline.schedule != AUTO or planned.slowdown > 1.0:
         return None
-    setup = _pipeline_setup(job, costs)
-    return StepPlanner.of(planned.partition, planned.plan, profiles, setup)
+    try:
+        return StepPlanner.of(planned.partition, planned.plan, profiles, _pipeline_setup(job, costs))
+    except (
+        ValueError
+    ):  # a length has other stages, by name or number: the workers refuse them with their names
+        return None
 
 
 def plan_steps(

@@ -127,10 +127,13 @@ class StepPlanner:
         shared: Sequence[SharedCores] = (),
         expired: Callable[[], bool] | None = None,
     ) -> tuple[PipelineSpec, Plan] | None:
-        """A plan of a step with microbatches of these lengths, and its spec; None where the job's own is as short, or the
-        cores that workers share are."""
+        """A plan of a step with microbatches of these lengths, and its spec; None where the job's own is as short, where the
+        cores that workers share decide, and where only a search finds one within memory."""
         spec = self.spec_of(lengths)
-        plan = make_plan(spec, budget_s=0.0, expired=expired)
+        try:
+            plan = make_plan(spec, budget_s=0.0, expired=expired)
+        except SpecError:
+            return None
         processor_s = core_bound_step_s({mesh.name: mesh.compute_s for mesh in plan.meshes}, shared)
         if max(plan.programs_makespan_s, processor_s) > (1 - LEAST_GAIN) * self.makespan_by_job_plan(spec):
             return None

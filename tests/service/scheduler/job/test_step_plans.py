@@ -141,6 +141,19 @@ def workers_on_one_node(cores):
     return [{"mesh": f"m{m}", "worker": 0, "node": "here", "cores": cores} for m in range(MESHES)]
 
 
+def test_a_step_that_does_not_fit_without_a_search_and_lengths_with_other_layers_have_no_plans_of_their_own():
+    of, costs, answer = planned(2)
+    planner = answer["step_planner"]
+    tight = {**planner["spec"], "meshes": [{"name": f"m{m}", "memory_bytes": 1} for m in range(MESHES)]}
+    answer["step_planner"] = {**planner, "spec": tight}
+    assert plan_steps(of, costs, answer, steps(2)) == [None] * len(steps(2))
+    profile = profile_of(64, 2)
+    others = replace(profile, layers=tuple(replace(layer, name=f"x{layer.name}") for layer in profile.layers))
+    of_length = {"microbatches": COUNT, "length": 64, "profile": others.to_json()}
+    odd = {**costs_of(2), "length_profiles": [of_length]}
+    assert "step_planner" not in job_plan_json(plan_job(of, JobCosts.from_json(odd, of), budget_s=0.0))
+
+
 def test_a_shorter_microbatch_that_was_measured_slower_counts_as_the_longest():
     _, _, answer = planned(2, noise=100.0)
     spec = StepPlanner.from_json(answer["step_planner"]).spec
