@@ -42,6 +42,7 @@ from service.schemas.drivers import (
     ReportIn,
     ResumeSourceView,
     RunningPlan,
+    StepPlansRequest,
 )
 from service.spec.job import parse_job_checkpoint, spec_with_meshes, stored_field, stored_plan_name
 from service.spec.states import AttemptState, CheckState, NodeMark, mark_in_force
@@ -329,6 +330,26 @@ async def replan_attempt(service: Service, attempt: AttemptRow, request: ReplanR
     running = RunningJob(spec, plan.body, costs, steps)
     try:
         return await run(service.planner.replan(running, budget_s=budget_s, attempt=attempt.id))
+    except PlanTimeoutError as error:
+        raise planning_timeout_problem(error) from None
+
+
+async def plan_steps(service: Service, attempt: AttemptRow, request: StepPlansRequest, run: RunWork) -> str:
+    """JSON of a StepPlansView: the plans of single steps of the attempt, by the lengths of their microbatches. 409 where the
+    plan that is stored, or its costs, are not those of the attempt."""
+    job = await _current_job(service, attempt)
+    spec = spec_with_meshes(job.spec, attempt.accelerators)
+    async with service.database.read() as session:
+        plan = await find_job_plan(session, attempt.job_id)
+        digest = scoped_costs_digest(costs_digest(spec), job.owner, attempt.cluster)
+        costs = await find_all_costs(session, digest)
+    if plan is None or plan.attempt != attempt.number or costs is None:
+        raise ProblemError(
+            409, "the stored plan is not of this attempt: its steps run by the plan that it has"
+        )
+    running = RunningJob(spec, plan.body, costs)
+    try:
+        return await run(service.planner.plan_steps(running, request.lengths, attempt=attempt.id))
     except PlanTimeoutError as error:
         raise planning_timeout_problem(error) from None
 

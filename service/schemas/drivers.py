@@ -211,6 +211,14 @@ class ReplanRequest(_FromDriver):
     seconds_left: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
+class StepPlansRequest(_FromDriver):
+    """The lengths of the microbatches of single steps, each of which is to be planned."""
+
+    lengths: Annotated[
+        list[Annotated[list[Count], Field(max_length=10_000)]], Field(min_length=1, max_length=64)
+    ]
+
+
 class ReportIn(_FromDriver):
     sequence: SequenceNumber
     state: Literal["RUNNING", "SUCCEEDED", "FAILED", "CANCELLED"] | None = None
@@ -331,6 +339,12 @@ class MicrobatchProfile(_FromDriver):
     profile: Arguments
 
 
+class LengthProfile(MicrobatchProfile):
+    """The layers' costs for microbatches of one length, shorter than the longest."""
+
+    length: Count
+
+
 class MeshProfile(MicrobatchProfile):
     """The layers' costs measured by a mesh of `workers` with tensor-parallel groups of `tensor`, where meshes are
     heterogeneous."""
@@ -351,6 +365,7 @@ class PlanRequest(_FromDriver):
     microbatches: Count | None = None
     profiles: Annotated[list[MicrobatchProfile], Field(max_length=100)] = []
     mesh_profiles: Annotated[list[MeshProfile], Field(max_length=10_000)] = []
+    length_profiles: Annotated[list[LengthProfile], Field(max_length=64)] = []
     tried: Annotated[list[Count], Field(max_length=100)] = []
     network: Network = Network()
     memory: Annotated[list[MeshMemory], Field(max_length=100_000)] = []

@@ -106,6 +106,10 @@ class JobPlanView(BaseModel):
     named: SavedPlanRef | None = Field(
         default=None, description="The saved plan that this is; null where it was made for its job alone"
     )
+    step_planner: dict[str, Any] | None = Field(
+        default=None,
+        description="The costs of each length, by which single steps are planned; null where all microbatches have one",
+    )
 
 
 class ReplanView(BaseModel):
@@ -118,6 +122,13 @@ class ReplanView(BaseModel):
     planned_s: float | None = None
     spread_s: float | None = None
     why: str | None = None
+
+
+class StepPlansView(BaseModel):
+    """The plans of single steps of a running job, in the order of the request; null where the job's own plan is as
+    short."""
+
+    plans: list[JobPlanView | None]
 
 
 class JobPlanPreview(JobPlanView):

@@ -316,7 +316,8 @@ class PipelineSection(SpecPart):
     overlap: bool = True
     replan: Literal["auto", "off"] = Field(
         default="auto",
-        description="auto: a clearly shorter order that measured costs give is swapped in between two steps",
+        description="auto: a clearly shorter order that measured costs give is swapped in between two steps, with "
+        "data.lengths for single steps by their lengths; off: the first plan stays",
     )
 
     @model_validator(mode="after")

@@ -2,7 +2,8 @@
 
 `python -m tests.benchmarks.unequal_lengths`: a GPT in four meshes, 16 microbatches, log-normal lengths (σ 0.8), all workers
 in this process. Both jobs are loaded at once and make their steps in turn, so that what else the machine does meets both;
-the ratio is of the medians. They train on the same samples by the same seed, and their losses are compared.
+the ratio is of the medians. They train on the same samples by the same seed, and their losses are compared. Then steps by
+plans for their own lengths beside the same steps by the job's one plan, and the time of planning each.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 import torch
 
+from service.scheduler.job.step_plans import StepPlanner
+from service.scheduler.planner import compile_kernels
 from tests.worker.workers import Workers, mean_loss
+from worker.contract.planned import parse_planned_job
 
 STAGES, MICROBATCHES, ROWS = 4, 16, 4
 LONGEST, SIGMA, MEDIAN = 256, 0.8, 40.0
@@ -40,7 +44,7 @@ class LogNormalTexts:
         return tokens[:-1], tokens[1:]
 
 
-def job(buckets: Any) -> dict[str, Any]:
+def job(buckets: Any, schedule: str = "1f1b") -> dict[str, Any]:
     """The job with these buckets."""
     return {
         "model": {
@@ -57,24 +61,20 @@ def job(buckets: Any) -> dict[str, Any]:
             "seed": 3,
             "loss_reduction": "tokens",
         },
-        "pipeline": {"stages": STAGES, "schedule": "1f1b"},
+        "pipeline": {"stages": STAGES, "schedule": schedule},
         "resources": {"meshes": STAGES},
     }
 
 
-def timed(run: Workers, step: int) -> tuple[float, list[Any]]:
+def timed(run: Workers, step: int, programs: Any = None) -> tuple[float, list[Any]]:
     """Seconds of a step, and its results."""
     began = time.perf_counter()
-    results = run.step(step)
+    results = run.step(step, programs)
     return time.perf_counter() - began, results
 
 
-def main() -> int:
-    """Print both sides and their ratio."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=12)
-    steps = parser.parse_args().steps
-    sys.path.insert(0, str(Path(__file__).parent))
+def compare_paddings(steps: int) -> None:
+    """Print both paddings and their ratio."""
     seconds: tuple[list[float], list[float]] = ([], [])
     tokens, padded = [0, 0], [0, 0]
     with Workers(job("auto")) as own, Workers(job([LONGEST])) as longest:
@@ -93,6 +93,51 @@ def main() -> int:
     for name, rate, real, all_tokens in zip(("own bucket", "longest"), rates, tokens, padded, strict=True):
         print(f"{name:>10}: {rate:7.1f} samples/s, padding {1 - real / all_tokens:.1%}")
     print(f"ratio {rates[0] / rates[1]:.2f} over {steps} steps each")
+
+
+def compare_plans(steps: int) -> None:
+    """Print the steps by plans of their own beside those by the job's plan, planned and measured, and the time of
+    planning each. All workers share the cores of this machine, so what is measured is the cores' where they are few."""
+    sides = {"job's plan": None, "own plans": True}
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    planned_s: list[float] = []
+    ratios, differs = [], 0
+    with Workers(job("auto", schedule="auto")) as own, Workers(job("auto", schedule="auto")) as other:
+        planner = StepPlanner.from_json(own.planned["step_planner"])
+        for step in range(1, steps + 3):
+            spec = planner.spec_of(own.workers[0].batches.buckets_of(step))
+            began = time.perf_counter()
+            answer = own.plan_step(step)
+            planned_s.append(time.perf_counter() - began)
+            by_job_s = planner.makespan_by_job_plan(spec)
+            ratios.append(1.0 if answer is None else answer["plan"]["makespan_s"] / by_job_s)
+            differs += answer is not None
+            programs = None if answer is None else parse_planned_job(answer).programs()
+            taken = {"job's plan": timed(other, step), "own plans": timed(own, step, programs)}
+            losses = [mean_loss(results) for _, results in taken.values()]
+            assert abs(losses[0] - losses[1]) <= 1e-4 * losses[1], losses
+            if step > 2:
+                for side, (of_step, _) in taken.items():
+                    seconds[side].append(of_step)
+    print(
+        f"{differs} of {len(ratios)} steps have a plan of their own; planned makespan {fmean(ratios):.3f} of the job's"
+    )
+    for side, of_steps in seconds.items():
+        print(f"{side:>10}: {1e3 * median(of_steps):7.1f} ms a step")
+    print(
+        f"planning a step takes {1e3 * median(planned_s[1:]):.0f} ms, the longest {1e3 * max(planned_s[1:]):.0f}"
+    )
+
+
+def main() -> int:
+    """Print both comparisons."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=12)
+    steps = parser.parse_args().steps
+    sys.path.insert(0, str(Path(__file__).parent))
+    compile_kernels()
+    compare_paddings(steps)
+    compare_plans(steps)
     return 0
 
 

@@ -74,11 +74,20 @@ def _compared_once(
 
 
 def _profiled_once(
-    profile: Callable[..., Any], known: dict, worker: PreparedWorker, microbatches: int | None = None
+    profile: Callable[..., Any],
+    known: dict,
+    worker: PreparedWorker,
+    microbatches: int | None = None,
+    length: int | None = None,
 ) -> Any:
     worker.set_microbatches(microbatches)
     job = worker.job
-    key = _key(job, worker.batches.sample[0]), job.tp_size(worker.mesh), repr(job.resources.tensor_plan)
+    key = (
+        _key(job, worker.batches.sample[0]),
+        job.tp_size(worker.mesh),
+        repr(job.resources.tensor_plan),
+        length,
+    )
     if key not in known:
-        known[key] = profile(worker, microbatches)
+        known[key] = profile(worker, microbatches, length)
     return known[key]

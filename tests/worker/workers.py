@@ -13,7 +13,7 @@ import torch
 
 from service.jobs.drivers import make_placement
 from service.scheduler.job.forwards import plan_forwards
-from service.scheduler.job.plan_job import JobCosts, job_plan_json, plan_job
+from service.scheduler.job.plan_job import JobCosts, job_plan_json, plan_job, plan_steps
 from service.schemas.drivers import PlacementRequest
 from worker.benchmark.plan_request import MeshKind, plan_request
 from worker.contract.costs import EngineCosts, UpdateCosts
@@ -158,6 +158,14 @@ def plan_of(job: dict[str, Any], costs: dict[str, Any], budget_s: float = 0.05) 
     return job_plan_json(plan_job(read, JobCosts.from_json(costs, read), budget_s=budget_s))
 
 
+def step_plans_of(
+    job: dict[str, Any], costs: dict[str, Any], running: dict[str, Any], lengths: Sequence[Sequence[int]]
+) -> list[dict[str, Any] | None]:
+    """What the control plane answers to a driver's request for the plans of single steps."""
+    read = Job.from_json(job)
+    return json.loads(json.dumps(plan_steps(read, JobCosts.from_json(costs, read), running, lengths)))
+
+
 _tried: dict[str, OptimizerState] = {}
 _updates: dict[str, UpdateCosts] = {}
 
@@ -192,6 +200,12 @@ class PreparedMeasurements:
 
     def profile(self, microbatches: int) -> LayerProfile:
         return LayerProfile.from_json(self._first.profile(microbatches))
+
+    def length_profiles(self, microbatches: int) -> dict[int, LayerProfile]:
+        return {
+            length: LayerProfile.from_json(self._first.profile(microbatches, length))
+            for length in self._first.shorter_lengths()
+        }
 
     def leave_out(self, microbatches: int, why: str) -> None:
         raise AssertionError(f"{microbatches} microbatches are left out: {why}")
@@ -261,7 +275,8 @@ class Workers(LocalGang):
         self._nodes = nodes or {}
         self._prepared = workers = prepare_workers(read)
         measurements = PreparedMeasurements(read, workers, nodes, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
-        self.planned = plan_of(job, plan_request(read, measurements))
+        self._job, self._costs = job, plan_request(read, measurements)
+        self.planned = plan_of(job, self._costs)
         if pairs:
             del self.planned["reshardings"]
         evaluation = self._evaluation_programs if read.evaluation is not None else None
@@ -276,6 +291,13 @@ class Workers(LocalGang):
         )
         self.evaluation_plan = forward_plan_of(evaluation_spec(planned, edges, shares))
         return evaluation_programs(planned, self.evaluation_plan)
+
+    def plan_step(self, number: int) -> dict[str, Any] | None:
+        """The answer to a request for a plan of this step, by the lengths of its microbatches; None where the job's own is
+        as short."""
+        lengths = self.workers[0].batches.buckets_of(number)
+        (found,) = step_plans_of(self._job, self._costs, self.planned, [lengths])
+        return found and {**self.planned, **found}
 
     def evaluate(self) -> EvaluationResult:
         """One evaluation: what the driver makes of what the workers measured."""

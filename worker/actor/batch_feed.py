@@ -19,7 +19,7 @@ import torch
 
 from worker.actor.loss import takes_inputs
 from worker.actor.optimizer import IGNORED_TARGET, ignored_target
-from worker.actor.step_result import StepLengths
+from worker.actor.step_result import LENGTHS_AHEAD, StepLengths
 from worker.contract.failures import AttemptFailure, as_failure, attributed_to
 from worker.contract.job import AUTO, SKIP_LIMIT_S, Data, Job
 from worker.contract.profile import FactoryError
@@ -100,6 +100,10 @@ class Batches:
     def buckets(self) -> tuple[int, ...]:
         """The lengths to which microbatches are padded, ascending; none where all samples have one shape."""
         return self._microbatches.buckets
+
+    def buckets_of(self, step: int) -> tuple[int, ...]:
+        """The buckets of a step's microbatches, from what the data set tells of its lengths; none where it tells nothing."""
+        return self._microbatches.buckets_of(step)
 
     @attributed_to(Reason.DATA_FAILED)
     def set_microbatches(self, microbatches: int) -> None:
@@ -400,7 +404,7 @@ class StageReader:
         if not self._batches.buckets:
             return None
         buckets, tokens, padded = zip(*self._lengths[step], strict=True)
-        return StepLengths(buckets, sum(tokens), sum(padded))
+        return StepLengths(buckets, sum(tokens), sum(padded), self._batches.buckets_of(step + LENGTHS_AHEAD))
 
     def _read_counted(self, step: int, microbatch: int) -> MicrobatchTensors:
         read = self._batches.read(step, microbatch)

@@ -38,7 +38,7 @@ from worker.engine.compile import StageCompiler, missing_compiler
 from worker.machine.device import device_kind
 from worker.machine.telemetry import bytes_open_to_torch, memory_limit
 from worker.model.export import TracedModel
-from worker.model.pytree import target_tensors
+from worker.model.pytree import Target, target_tensors
 from worker.parallel.process_groups import dp_group, reduce_groups, tp_group
 from worker.transport.base import Transport, closing_transport
 
@@ -101,20 +101,21 @@ def measure_mesh_links(transport: Transport, probes: Sequence[Probe], device: st
 def profile_layers(
     job: Job,
     traced: TracedModel,
-    batches: Batches,
+    target: Target,
     loss: JobLoss,
     *,
     mesh: str,
     device: str,
     compiler: StageCompiler | None,
 ) -> LayerProfile:
-    """The profile of every layer of `traced` on this device; with a `compiler` of compiled layers."""
+    """The profile of every layer of `traced` on this device, whose inputs have this `target`; with a `compiler` of compiled
+    layers."""
     tp_size = job.tp_size(mesh)
     probe = TensorParallelProbe(tp_size, job.resources.tensor_plan) if tp_size > 1 else None
     return measure_layers(
         traced,
         loss.with_output_spec(traced.tree_spec),
-        batches.sample[1],
+        target,
         device=device,
         repeats=PROFILE_REPEATS,
         tensor_parallel=probe,

@@ -276,12 +276,13 @@ class LoadedWorker(WorkerState):
         """True where the data has samples for this step; None on workers that read none."""
         return self.reader.has(step)
 
-    def run_step(self, step: int) -> WorkerStep:
-        """Run one optimizer step."""
+    def run_step(self, step: int, program: MeshProgram | None = None) -> WorkerStep:
+        """Run one optimizer step, by the `program` of its mesh that was made for its lengths, if one was."""
         optimizer = self.engine.optimizer
         rate = None if optimizer is None else learning_rate(optimizer)
         self.memory.begin()
         with self.raising_attempt_failures():
+            self.engine.take_program(program)
             inputs, targets = self.reader.take(step)
             lengths = self.reader.lengths(step)
             numbers = [self._number_of_length.get(bucket, 0) for bucket in lengths.buckets] if lengths else ()

@@ -142,7 +142,7 @@ class JobModel:
         return self._traced
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
-    def _traced_shorter(self, examples: LengthExamples) -> dict[int, TracedModel]:
+    def traced_shorter(self, examples: LengthExamples) -> dict[int, TracedModel]:
         """The model traced for each length of `examples` but the longest; by the first call. Raises TraceError for modules
         that run as they are, whose state the stages of several lengths would not share."""
         *shorter, longest = examples or (0,)
@@ -246,10 +246,10 @@ class JobModel:
             check_tensor_plan_of(traced, job.resources.tensor_plan, tensor)
         notes = [*self._notes, *batch_norm_notes(traced, job), *tf32_notes(job, self._device)]
         if not job.training.check_trace:
-            self._traced_shorter(examples)
+            self.traced_shorter(examples)
             return [*notes, *traced.notes, *_loss_untried(job), *filter(None, self._unchecked_state(traced))]
         notes += self._check_trace(traced, target, further, free_bytes())
-        for length, shorter in self._traced_shorter(examples).items():
+        for length, shorter in self.traced_shorter(examples).items():
             with _naming_length(length):
                 found = self._check_trace(shorter, examples[length][1], (), free_bytes())
             notes += [note for note in found if note not in notes]
@@ -401,7 +401,7 @@ class JobModel:
         `workers`: the data-parallel size of a mesh of another size, for whose rows (`sample`) it is traced now.
         """
         evaluates, evaluated = self._job.evaluation is not None, None
-        shorter = self._traced_shorter(examples)
+        shorter = self.traced_shorter(examples)
         if workers is None:
             traced = self.traced(sample)
             evaluated = self._traced_in_eval_mode(sample) if evaluates else None
@@ -471,7 +471,7 @@ class JobModel:
         """The stages `keep`, with their initial values or those of model.weights; the model and other stages are dropped.
         Graphs of other lengths, which `examples` has, are left for `shorter_stages`."""
         traced, path = self.traced(sample), self._job.model.weights
-        self._traced_shorter(examples)
+        self.traced_shorter(examples)
         if weights is not None and self._graph_received:
             load_values(traced, weights)
         graph = traced.cut(stage_starts, keep=keep)

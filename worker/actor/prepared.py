@@ -73,6 +73,10 @@ class PreparedWorker(WorkerState):
             for count in self._counts
         }
 
+    def shorter_lengths(self) -> tuple[int, ...]:
+        """The lengths of microbatches but the longest, ascending; none where the data tells no lengths of steps to come."""
+        return self.batches.buckets[:-1] if self.batches.buckets_of(1) else ()
+
     def optimizer_state(self) -> OptimizerState:
         """The bytes that the job's optimizer keeps of the parameters that it trains. Raises AttemptFailure where optimizers
         of each rank's own parameters, or parts of them, would train something else than one of them all."""
@@ -133,13 +137,15 @@ class PreparedWorker(WorkerState):
     # Measuring
 
     @attributed_to(Reason.USER_CODE_RAISED)
-    def profile(self, microbatches: int | None = None) -> dict[str, Any]:
-        """Measure every layer on this device, for the batch in this number of microbatches; JSON of a LayerProfile."""
+    def profile(self, microbatches: int | None = None, length: int | None = None) -> dict[str, Any]:
+        """Measure every layer on this device, for the batch in this number of microbatches, of the longest `length` or of
+        this one; JSON of a LayerProfile."""
         self.set_microbatches(microbatches)
+        examples = self.batches.examples
         profile = profile_layers(
             self.job,
-            self.traced,
-            self.batches,
+            self.traced if length is None else self.model.traced_shorter(examples)[length],
+            (self.batches.sample if length is None else examples[length])[1],
             self.loss,
             mesh=self.mesh,
             device=self.device,

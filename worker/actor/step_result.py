@@ -10,14 +10,19 @@ from dataclasses import dataclass, field
 from worker.contract.program import MeasuredSlot
 from worker.machine.telemetry import GpuUsage
 
+LENGTHS_AHEAD = 8
+"""Steps between one and that whose buckets it tells: so long may making its plan take."""
+
 
 @dataclass(frozen=True)
 class StepLengths:
-    """The buckets of a step's microbatches, and the tokens of one worker's samples in it, without and with padding."""
+    """The buckets of a step's microbatches, and the tokens of one worker's samples in it, without and with padding. `later`
+    are the buckets of the step LENGTHS_AHEAD behind it; none where the data tells no lengths."""
 
     buckets: tuple[int, ...]
     tokens: int
     padded_tokens: int
+    later: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

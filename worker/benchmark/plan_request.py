@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from worker.contract.costs import EngineCosts, UpdateCosts
 from worker.contract.failures import AttemptFailure
-from worker.contract.job import Job, may_interleave, microbatch_counts
+from worker.contract.job import AUTO, Job, may_interleave, microbatch_counts
 from worker.contract.profile import LayerProfile, MeshCollectiveCosts, OptimizerState
 from worker.contract.reasons import Reason
 
@@ -50,6 +50,9 @@ class Measurements(Protocol):
     def mesh_profiles(self, kind: MeshKind, counts: Sequence[int]) -> Mapping[int, LayerProfile]:
         """The costs of the layers by number of microbatches on meshes of one kind; for heterogeneous jobs, by kind."""
 
+    def length_profiles(self, microbatches: int) -> Mapping[int, LayerProfile]:
+        """The costs of the layers for microbatches shorter than the longest, by length; for jobs with data.lengths."""
+
     def workers(self) -> list[dict[str, Any]]:
         """JSON of each worker: mesh, number, node, device and the processor cores of its node."""
 
@@ -84,6 +87,7 @@ def plan_request(job: Job, measurements: Measurements) -> dict[str, Any]:
         "update": update_with_collectives(job, update, collectives).to_json(),
         "action_s": engine.action_s,
         **_mesh_profiles(job, measurements, list(measured), collectives),
+        **_length_profiles(job, measurements, list(measured)),
         "workers": measurements.workers(),
     }
 
@@ -165,6 +169,30 @@ def _mesh_profiles(
             for count, profile in measurements.mesh_profiles(kind, counts).items()
         ]
     }
+
+
+def _length_profiles(job: Job, measurements: Measurements, counts: Sequence[int]) -> dict[str, Any]:
+    """The entry with the profiles of shorter microbatches, where single steps are to be planned: the job leaves their order
+    open, and has one number of microbatches."""
+    if not plans_single_steps(job) or len(counts) > 1:
+        return {}
+    profiles = measurements.length_profiles(counts[0])
+    return {
+        "length_profiles": [
+            {"microbatches": counts[0], "length": length, "profile": profile.to_json()}
+            for length, profile in profiles.items()
+        ]
+    }
+
+
+def plans_single_steps(job: Job) -> bool:
+    """True where the steps of `job` have unequal lengths, and an order that is neither named nor kept."""
+    return (
+        job.data.lengths is not None
+        and job.pipeline.schedule == AUTO
+        and job.pipeline.replan != "off"
+        and job.meshes > 1
+    )
 
 
 def mesh_profile_json(microbatches: int, kind: MeshKind, profile: LayerProfile) -> dict[str, Any]:

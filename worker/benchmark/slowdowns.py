@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,7 +34,7 @@ class LinkWatch:
             link: deque(maxlen=_WATCHED_STEPS) for link in self._planned_s
         }
 
-    def observe(self, slots: Iterable[Mapping[str, Any]]) -> None:
+    def observe(self, slots: Iterable[Mapping[str, Any]], lengths: Sequence[int] = ()) -> None:
         """Take the slots of a measured step, as they are reported."""
         for link, seconds in _mean_transfers_s(slots).items():
             if (steps := self._measured_s.get(link)) is None:
@@ -64,8 +64,9 @@ def _mean_transfers_s(slots: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str
 class SlotWatch(Protocol):
     """Takes the slots of one profiled step after the other."""
 
-    def observe(self, slots: Iterable[Mapping[str, Any]]) -> None:
-        """Take the slots of a measured step, as they are reported."""
+    def observe(self, slots: Iterable[Mapping[str, Any]], lengths: Sequence[int] = ()) -> None:
+        """Take the slots of a measured step, as they are reported; `lengths` are those of its microbatches, where they
+        differ."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ _FIRST_STEPS, _LAST_STEPS = 9, 5
 _SLOW_FACTOR, _AS_BEFORE_FACTOR = 1.5, 1.15
 """The factor of each of the last steps of a slow mesh at least, and of their median of one that is as before at most."""
 
-_Action = tuple[int | None, str]
+_Action = tuple[int | None, str, int | None]
+"""The stage, the action and the length of its microbatch (None: all have one)."""
 
 
 class MeshWatch:
@@ -91,30 +93,35 @@ class MeshWatch:
     warms up, is left out. Calls `changed` when all of the last steps say that a mesh has become slow, and when it is as
     quick as before again.
 
-    An action is compared with the same action of the same stage: a program with other backwards is no slower mesh.
+    An action is compared with the same action of the same stage, of a microbatch as long: a program with other backwards
+    is no slower mesh, nor is a step with longer microbatches.
     """
 
     def __init__(self, changed: Callable[[MeshPace, bool], None]):
         self._changed = changed
         self._warm = False
-        self._first: dict[str, list[dict[_Action, float]]] = {}
+        self._first: dict[str, list[dict[_Action, list[float]]]] = {}
+        self._usual_s: dict[str, dict[_Action, float]] = {}
         self._factors: dict[str, deque[float]] = {}
         self._slow: set[str] = set()
 
-    def observe(self, slots: Iterable[Mapping[str, Any]]) -> None:
-        """Take the slots of a measured step, as they are reported."""
+    def observe(self, slots: Iterable[Mapping[str, Any]], lengths: Sequence[int] = ()) -> None:
+        """Take the slots of a measured step, as they are reported; `lengths` are those of its microbatches, where they
+        differ."""
         if not self._warm:
             self._warm = True
             return
-        for mesh, actions in _compute_s(slots).items():
-            first = self._first.setdefault(mesh, [])
-            if len(first) < _FIRST_STEPS:
+        for mesh, actions in _compute_s(slots, lengths).items():
+            if (usual_s := self._usual_s.get(mesh)) is None:
+                first = self._first.setdefault(mesh, [])
                 first.append(actions)
+                if len(first) == _FIRST_STEPS:
+                    self._usual_s[mesh] = _medians_s(self._first.pop(mesh))
                 continue
-            common = actions.keys() & set.intersection(*(set(step) for step in first))
-            first_s = statistics.median(sum(step[action] for action in common) for step in first)
+            known = actions.keys() & usual_s.keys()
+            first_s = sum(usual_s[action] * len(actions[action]) for action in known)
             if first_s > 0:
-                self._judge(mesh, sum(actions[action] for action in common), first_s)
+                self._judge(mesh, sum(sum(actions[action]) for action in known), first_s)
 
     def _judge(self, mesh: str, seconds: float, first_s: float) -> None:
         factors = self._factors.setdefault(mesh, deque(maxlen=_LAST_STEPS))
@@ -131,11 +138,24 @@ class MeshWatch:
         self._changed(MeshPace(mesh, factor, factor * first_s, first_s), not slow)
 
 
-def _compute_s(slots: Iterable[Mapping[str, Any]]) -> dict[str, dict[_Action, float]]:
-    """The seconds of each compute action of each mesh in a step, over all microbatches."""
-    seconds: dict[str, dict[_Action, float]] = {}
+def _compute_s(
+    slots: Iterable[Mapping[str, Any]], lengths: Sequence[int]
+) -> dict[str, dict[_Action, list[float]]]:
+    """The seconds of the compute actions of each mesh in a step, one for each microbatch."""
+    seconds: dict[str, dict[_Action, list[float]]] = {}
     for slot in slots:
         if slot["lane"] == COMPUTE_LANE:
-            of_mesh, action = seconds.setdefault(slot["mesh"], {}), (slot["stage"], slot["action"])
-            of_mesh[action] = of_mesh.get(action, 0.0) + slot["end_s"] - slot["start_s"]
+            length = lengths[slot["microbatch"]] if lengths and slot["microbatch"] is not None else None
+            of_mesh = seconds.setdefault(slot["mesh"], {})
+            of_action = of_mesh.setdefault((slot["stage"], slot["action"], length), [])
+            of_action.append(slot["end_s"] - slot["start_s"])
     return seconds
+
+
+def _medians_s(steps: Iterable[Mapping[_Action, Sequence[float]]]) -> dict[_Action, float]:
+    """The median over the steps of the mean seconds of each action."""
+    means: dict[_Action, list[float]] = {}
+    for actions in steps:
+        for action, seconds in actions.items():
+            means.setdefault(action, []).append(statistics.fmean(seconds))
+    return {action: statistics.median(of_steps) for action, of_steps in means.items()}

@@ -78,6 +78,10 @@ class Microbatches:
         """The lengths to which microbatches are padded, ascending; none where all samples have one shape."""
         return () if self._lengths is None else self._lengths.buckets
 
+    def buckets_of(self, step: int) -> tuple[int, ...]:
+        """The buckets of a step's microbatches without reading a sample; none where the data set tells no lengths."""
+        return () if self._lengths is None else self._lengths.known_buckets(step)
+
     def examples(self, step: int, part: BatchSlice) -> dict[int, ReadMicrobatch]:
         """A worker's rows of a microbatch of `step` for each bucket, padded or cut to it: of one that it holds, where there
         is one."""

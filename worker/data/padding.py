@@ -198,8 +198,27 @@ class LengthSource(IndexedSource):
     def bucket(self, step: int, microbatch: int) -> int:
         """The length to which a microbatch is padded."""
         grouped = self._group(step)
-        longest = max(grouped.lengths[at] for at in grouped.groups[microbatch])
-        return self.buckets[bisect.bisect_left(self.buckets, longest)]
+        return self._bucket_of(grouped.lengths, grouped.groups[microbatch])
+
+    def known_buckets(self, step: int) -> tuple[int, ...]:
+        """The buckets of a step's microbatches by the data set's `lengths`; none where it has none, or one that no bucket
+        holds. No sample is read."""
+        if self._table is None:
+            return ()
+        lengths = [int(self._table[index]) for index in self._indices(step)]
+        if max(lengths) > self.buckets[-1]:
+            return ()
+        return tuple(self._bucket_of(lengths, group) for group in self._groups(lengths))
+
+    def _bucket_of(self, lengths: Sequence[int], group: Sequence[int]) -> int:
+        return self.buckets[bisect.bisect_left(self.buckets, max(lengths[at] for at in group))]
+
+    def _groups(self, lengths: Sequence[int]) -> list[list[int]]:
+        """The positions of each microbatch among samples of these lengths."""
+        places, size = range(len(lengths)), self.order.size
+        if not self.order.once:  # an evaluation leaves out the end of its data, whatever lengths that has
+            places = sorted(places, key=lambda at: (lengths[at], at))
+        return [list(places[m * size : (m + 1) * size]) for m in range(self.order.microbatches)]
 
     def sample_lengths(self, step: int, microbatch: int, first: int, count: int) -> list[int]:
         """The lengths of the samples `first` to `first + count` of a microbatch."""
@@ -236,12 +255,7 @@ class LengthSource(IndexedSource):
                     f"sample {index} of data {self.order.data.factory!r} has length {length:,}, and the largest of "
                     f"data.lengths.buckets is {self.buckets[-1]:,}: add a bucket for it, or have the data set cut samples"
                 )
-        size = self.order.size
-        places = range(len(indices))
-        if not self.order.once:  # an evaluation leaves out the end of its data, whatever lengths that has
-            places = sorted(places, key=lambda at: (lengths[at], at))
-        groups = [list(places[m * size : (m + 1) * size]) for m in range(self.order.microbatches)]
-        self._grouped = _GroupedStep(step, samples, groups, lengths)
+        self._grouped = _GroupedStep(step, samples, self._groups(lengths), lengths)
         return self._grouped
 
     def _indices(self, step: int) -> list[int]:

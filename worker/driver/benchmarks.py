@@ -145,12 +145,26 @@ class GangMeasurements:
         return self.call_first("optimizer_state", what="trying the optimizer")
 
     def profile(self, microbatches: int) -> LayerProfile:
+        return self._profile([own[microbatches] for own in self.keys], microbatches)
+
+    def length_profiles(self, microbatches: int) -> dict[int, LayerProfile]:
+        lengths = self.call_first("shorter_lengths", what="asking for the lengths of its microbatches")
+        return {
+            length: self._profile(
+                [_key_of_length(own[microbatches], length) for own in self.keys], microbatches, length
+            )
+            for length in lengths
+        }
+
+    def _profile(
+        self, key_of_worker: Sequence[str], microbatches: int, length: int | None = None
+    ) -> LayerProfile:
         """The profile of the slowest kind of worker; those of one kind have the same key. A kind that has no stored one
         is measured: on CPU by all its workers at once, which share cores as in training.
         """
         workers_of: dict[str, list[int]] = {}
-        for index, own in enumerate(self.keys):
-            workers_of.setdefault(own[microbatches], []).append(index)
+        for index, key in enumerate(key_of_worker):
+            workers_of.setdefault(key, []).append(index)
         for key in workers_of:
             if (stored := self._control.cached_profile(key)) is not None:
                 self.profiles[key] = LayerProfile.from_json(stored)
@@ -165,6 +179,7 @@ class GangMeasurements:
         measured = self._call(
             "profile",
             microbatches,
+            *(() if length is None else (length,)),
             workers=[self._gang.workers[index] for index in measuring],
             what=f"profiling the layers for {microbatches} microbatches",
             extra_s=self._job.training.compiling_s,
@@ -178,6 +193,7 @@ class GangMeasurements:
                 "profiled",
                 f"{len(profile.layers)} layers measured on {self._gang.addresses[indices[0]].node}, "
                 f"the batch in {microbatches} microbatches"
+                + (f" of length {length}" if length is not None else "")
                 + (f"; {len(profile.compiled)} of them compiled" if self._job.training.compile else ""),
             )
         return slowest_profile([self.profiles[key] for key in workers_of])
@@ -449,6 +465,11 @@ class GangMeasurements:
     def call_first(self, method: str, *arguments: Any, what: str) -> Any:
         """The answer of worker 0 of the gang, which traced the model."""
         return self._call(method, *arguments, what=what, workers=self._gang.workers[:1])[0]
+
+
+def _key_of_length(key: str, length: int) -> str:
+    """The cache key of the profile of microbatches of this length, where `key` is that of the longest."""
+    return hashlib.sha256(f"{key} length {length}".encode()).hexdigest()
 
 
 def _update_costs_of(kept: Mapping[str, Any]) -> UpdateCosts | None:

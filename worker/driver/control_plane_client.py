@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -122,6 +122,12 @@ class ControlPlaneClient:
         """A shorter plan of the running attempt in `found`, or `why` there is none; one try. Raises httpx.HTTPError and
         Refused."""
         return self._once("POST", "/replan", json=request, timeout=self._plan_timeout_s)
+
+    def plan_steps(self, lengths: Sequence[Sequence[int]]) -> list[dict[str, Any] | None]:
+        """The plans of single steps by the lengths of their microbatches; None where the job's own is as short. One try.
+        Raises httpx.HTTPError and Refused."""
+        request = {"lengths": [list(of_step) for of_step in lengths]}
+        return self._once("POST", "/step-plans", json=request, timeout=self._plan_timeout_s)["plans"]
 
     def plan_forwards(self, spec: Mapping[str, Any]) -> dict[str, Any]:
         """The plan of an evaluation: of a PipelineSpec of forwards only."""

@@ -1,5 +1,6 @@
 """Planner: has the control plane plan with the measured costs of a gang, and checks that the model fits the plan.
 Replanner: has it look for a shorter order of the running plan, and swaps the programs of all workers between two steps.
+StepPlans: has it plan single steps ahead by the lengths of their microbatches, where samples have unequal lengths.
 
 Measuring is done by GangMeasurements (worker/driver/benchmarks.py), planning by the control plane. A question is asked
 from a thread that ends with its answer: training does not wait for a search.
@@ -18,12 +19,13 @@ from typing import Any
 
 import httpx
 
-from worker.actor.step_result import PreparedProgram
+from worker.actor.step_result import LENGTHS_AHEAD, PreparedProgram, StepLengths
 from worker.benchmark.plan_request import plan_request
 from worker.benchmark.slowdowns import LinkWatch, MeshWatch, SlotWatch
 from worker.contract.failures import AttemptFailure, OutOfMemoryFailure
 from worker.contract.job import Job, microbatch_counts
 from worker.contract.planned import (
+    MeshProgram,
     PlannedJob,
     corrected_activation_factor,
     parse_planned_job,
@@ -91,10 +93,10 @@ class Planner:
         return planned
 
     def watches(self, planned: PlannedJob) -> list[SlotWatch]:
-        """The watches over meshes, and over the links that were planned with; those of a saved plan may be another
-        cluster's."""
+        """The watches over meshes, and over the links that were planned with: those of a saved plan may be another
+        cluster's, and of unequal lengths the plan knows the longest only."""
         meshes = MeshWatch(self._measurements.report_pace)
-        if planned.saved_plan is not None:
+        if planned.saved_plan is not None or self._job.data.lengths is not None:
             return [meshes]
         return [meshes, LinkWatch(planned.plan["slots"], self._measurements.link_is_stale)]
 
@@ -416,3 +418,126 @@ class Replanner:
             log.info("no shorter plan was made: %s", error)
         except Exception:
             log.exception("the control plane's shorter plan cannot be read")
+
+
+MOST_KEPT = 256
+"""Plans of single steps that are kept, those last used: with few buckets steps of equal lengths come again."""
+MOST_ASKED = 4
+"""Steps that are planned by one question, the last ones: where steps are shorter than planning, nearer ones would all be
+late."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The plan of a single step as the control plane answered it, and the program of each mesh."""
+
+    answer: Mapping[str, Any]
+    planned: PlannedJob
+    programs: Mapping[str, MeshProgram]
+
+
+class StepPlans:
+    """The plans of single steps by the lengths of their microbatches: asked for while earlier steps run, and kept.
+
+    A step whose plan is not there when its turn comes runs by the job's own plan `planned`, as does one for which that is as
+    short: it takes all microbatches for the longest, and its memory bounds that of any step. `answer` is that plan as the
+    control plane answered it. `obstacle` says why a plan cannot be run beside what else the workers do.
+    """
+
+    def __init__(
+        self,
+        planned: PlannedJob,
+        answer: Mapping[str, Any],
+        *,
+        control: ControlPlaneClient,
+        reporter: Reporter,
+        metrics: DriverMetrics,
+        obstacle: Callable[[PlannedJob], str | None] = lambda planned: None,
+    ):
+        self._planned, self._answer = planned, answer
+        self._control, self._reporter, self._metrics = control, reporter, metrics
+        self._obstacle = obstacle
+        self._lengths: dict[int, tuple[int, ...]] = {}  # of steps to come
+        self._known: dict[tuple[int, ...], StepPlan | None] = {}  # the last used at the end
+        self._asking: threading.Thread | None = None
+        self._ran: StepPlan | None = None
+        self._reported: StepPlan | None = None
+        self._stopped = self._used = False
+
+    def take(self, step: int) -> StepPlan | None:
+        """The plan by which all workers run this step; None: the job's own."""
+        lengths = self._lengths.pop(step, None)
+        if lengths is None or lengths not in self._known:
+            return None
+        plan = self._known[lengths] = self._known.pop(lengths)
+        if plan is not None and not self._used:
+            self._used = True
+            self._reporter.event(
+                "steps_planned",
+                f"step {step} runs by a plan for the lengths of its microbatches: makespan "
+                f"{plan.planned.plan['makespan_s']:.4g} s, and {self._planned.plan['makespan_s']:.4g} s where all are the "
+                "longest; so do later steps whose plan is made in time and shorter. Losses are those of the job's plan to "
+                "rounding: sums of gradients have another order; said once",
+            )
+        return plan
+
+    def observe(self, step: int, lengths: StepLengths, *, steps_left: int) -> None:
+        """Take in the lengths that a finished step tells, and ask for plans of steps to come."""
+        if not lengths.later:
+            self._stop(
+                "the data set has no attribute `lengths`, by which steps are planned before they are read"
+            )
+        elif steps_left >= LENGTHS_AHEAD:
+            self._lengths[step + LENGTHS_AHEAD] = lengths.later
+        last_first = sorted(self._lengths.items(), reverse=True)
+        wanted = dict.fromkeys(key for _, key in last_first if key not in self._known)
+        if self._stopped or not wanted or (self._asking is not None and self._asking.is_alive()):
+            return
+        for key in list(self._known)[: max(0, len(self._known) - MOST_KEPT)]:
+            del self._known[key]
+        self._asking = threading.Thread(
+            target=self._ask, args=(list(wanted)[:MOST_ASKED],), name="slotline-step-plans", daemon=True
+        )
+        self._asking.start()
+
+    def ran(self, plan: StepPlan | None) -> None:
+        """A step ran by this plan: metrics of steps are compared with it."""
+        if plan is not self._ran:
+            self._ran = plan
+            planned = self._planned if plan is None else plan.planned
+            self._metrics.set_plan(planned.plan, step_s=planned.step_s)
+
+    def profiled(self, step: int) -> None:
+        """The step that ran last is reported with its slots: its plan is the one to compare them with."""
+        if self._ran is not self._reported:
+            self._reported = self._ran
+            self._reporter.running_plan(step, self._answer if self._ran is None else self._ran.answer)
+
+    def _stop(self, why: str) -> None:
+        if not self._stopped:
+            self._stopped = True
+            self._reporter.event(
+                "plan_kept", f"steps go on by the plan for their longest microbatches: {why}"
+            )
+
+    def _ask(self, wanted: Sequence[tuple[int, ...]]) -> None:
+        """Ask the control plane, and keep what it answered for the steps to come."""
+        try:
+            answers = self._control.plan_steps(wanted)
+            for key, answer in zip(wanted, answers, strict=True):
+                self._known[key] = None if answer is None else self._read(answer)
+        except httpx.HTTPError as error:  # it is asked again behind the next step
+            log.info("no plans of single steps were made: %s", error)
+        except Refused as refused:
+            self._stop(f"the control plane plans no single steps: {refused}")
+        except Exception as error:
+            log.exception("the control plane's plans of single steps cannot be read")
+            self._stop(f"its plans of single steps cannot be read: {type(error).__name__}")
+
+    def _read(self, answer: Mapping[str, Any]) -> StepPlan | None:
+        whole = {**self._answer, **answer}
+        planned = parse_planned_job(whole)
+        if (why := plan_obstacle(self._planned, planned) or self._obstacle(planned)) is not None:
+            log.info("a plan of a single step is not used: %s", why)
+            return None
+        return StepPlan(whole, planned, planned.programs())

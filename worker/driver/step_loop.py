@@ -27,9 +27,9 @@ from worker.contract.reasons import Reason
 from worker.contract.timeline import FIRST_PROFILED_STEPS
 from worker.driver.checkpoints import Checkpoints
 from worker.driver.evaluation import Evaluations
-from worker.driver.gang import Gang, Phase
+from worker.driver.gang import Gang, PerWorker, Phase
 from worker.driver.metrics import DriverMetrics, ModelFlops
-from worker.driver.planning import Replanner
+from worker.driver.planning import Replanner, StepPlan, StepPlans
 from worker.driver.reporter import LaunchPhases, Reporter, Spans
 from worker.driver.step_measurement import ClockOffset, StepMeasurement, estimate_clock_offset, measure_step
 from worker.driver.stopping import GracefulStop, Interruption
@@ -58,9 +58,10 @@ class StepLoop:
         publisher: StepPublisher,
         interruption: Interruption,
         replanner: Replanner | None = None,
+        step_plans: StepPlans | None = None,
     ):
         self._planned, self._samples, self._gang = planned, samples, gang
-        self._replanner = replanner
+        self._replanner, self._step_plans = replanner, step_plans
         self._checkpoints, self._evaluations, self._data_end = checkpoints, evaluations, data_end
         self._publisher, self._interruption = publisher, interruption
         self._clocks = _ClockOffsets(gang)
@@ -88,7 +89,13 @@ class StepLoop:
             results = self._gang.wait(call.refs, phase=Phase.STEP, what=f"step {step}")
             before_s, ended_s = ended_s, time.monotonic()
             record = self._record(step, results, step_s=ended_s - max(before_s, call.at_s))
+            if self._step_plans is not None:
+                self._step_plans.ran(call.plan)
             profiled = self._publisher.publish(record, first=step == first, last=step == last)
+            if self._step_plans is not None and record.lengths is not None:
+                if profiled:
+                    self._step_plans.profiled(step)
+                self._step_plans.observe(step, record.lengths, steps_left=last - step)
             if self._replanner is not None and step < last:
                 self._replanner.observe(record.report, profiled=profiled, steps_left=last - step)
             self._evaluations.after(step, last=step == last)
@@ -120,9 +127,15 @@ class StepLoop:
         )
 
     def _ask(self, step: int) -> _StepCall:
-        refs = self._gang.ask("run_step", step)
+        plan = None if self._step_plans is None else self._step_plans.take(step)
+        own = (
+            ()
+            if plan is None
+            else [PerWorker(plan.programs[address.mesh] for address in self._gang.addresses)]
+        )
+        refs = self._gang.ask("run_step", step, *own)
         self._checkpoints.poll_behind(step)
-        return _StepCall(refs, time.monotonic())
+        return _StepCall(refs, time.monotonic(), plan)
 
     def _record(self, step: int, results: Sequence[WorkerStep], *, step_s: float) -> StepMeasurement:
         return measure_step(
@@ -147,10 +160,12 @@ class StepLoop:
 
 @dataclass(frozen=True)
 class _StepCall:
-    """The pending results of a step that every worker has been asked for, and since when."""
+    """The pending results of a step that every worker has been asked for, since when, and the plan of its own by which it
+    runs, if it has one."""
 
     refs: list[ray.ObjectRef]
     at_s: float
+    plan: StepPlan | None
 
 
 LOG_EVERY_S = 5.0
@@ -292,7 +307,7 @@ class StepPublisher:
             reporter.timeline(record.timeline)
             metrics.set_timeline(record.timeline)
             for watch in self._watches:
-                watch.observe(record.timeline["slots"])
+                watch.observe(record.timeline["slots"], record.lengths.buckets if record.lengths else ())
         self._report_skipped_update(record)
         self._report_missing_targets(record)
         self._report_unequal_targets(record)

@@ -306,7 +306,10 @@ def _step_lengths(of_meshes: Sequence[Sequence[StepLengths | None]]) -> StepLeng
             "workers read samples of other lengths than others: return the same sample for an index and step everywhere",
         )
     return StepLengths(
-        buckets, sum(one.tokens for one in known[0]), sum(one.padded_tokens for one in known[0])
+        buckets,
+        sum(one.tokens for one in known[0]),
+        sum(one.padded_tokens for one in known[0]),
+        known[0][0].later,
     )
 
 

@@ -24,7 +24,7 @@ from worker.checkpoint.resumption import ResumeSource
 from worker.checks.replicas import replicated_names, sample_mismatch, shard_mismatch, tensor_mismatch
 from worker.contract.failures import AttemptFailure, OutOfMemoryFailure
 from worker.contract.forkserver.spawn import forking_interpreter
-from worker.contract.job import SKIP_LIMIT_S, Job
+from worker.contract.job import AUTO, SKIP_LIMIT_S, Job
 from worker.contract.planned import MeshProgram, PlannedJob, planned_peak_bytes
 from worker.contract.reasons import Reason
 from worker.contract.tasks import CHECK_LIMIT_S, JobCheck, check_job_process
@@ -36,7 +36,7 @@ from worker.driver.evaluation import Evaluations, mesh_parallelisms, plan_evalua
 from worker.driver.gang import CPU_RESOURCE, Gang, Phase, placement_text
 from worker.driver.limits import Limits
 from worker.driver.metrics import DriverMetrics, ModelFlops, step_flops, total_peak_flops
-from worker.driver.planning import Planner, Replanner
+from worker.driver.planning import Planner, Replanner, StepPlans
 from worker.driver.reporter import LaunchPhases, Reporter, Spans
 from worker.driver.step_loop import DataEnd, StepLog, StepLoop, StepPublisher
 from worker.driver.stopping import CAUSE_LIMIT_S, Interruption, LaunchCheck, RunningCheck
@@ -315,6 +315,7 @@ class Trainer:
             publisher=publisher,
             interruption=self._interruption,
             replanner=self._replanner(planned),
+            step_plans=self._step_plans(planned),
         )
         stop_reason = loop.run(first, self._job.training.steps)
         if stop_reason is not None:
@@ -328,16 +329,9 @@ class Trainer:
         return snapshot_shortfall(found, self._snapshot_rooms, gang=self._gang, device=self._attempt.device)
 
     def _replanner(self, planned: PlannedJob) -> Replanner | None:
-        """None for a job that keeps its plan: it says so, its plan was saved, it has one mesh, its microbatches have unequal
-        lengths, of which plans know the longest, or it runs on CUDA, where another program would load kernels within a step.
-        """
-        if (
-            self._job.pipeline.replan == "off"
-            or planned.saved_plan is not None
-            or self._job.meshes == 1
-            or self._job.data.lengths is not None
-            or self._attempt.device == "cuda"
-        ):
+        """None for a job that keeps its plan, and for one whose microbatches have unequal lengths: the costs that one step
+        measures are not those of the next."""
+        if self._keeps_plan(planned) or self._job.data.lengths is not None:
             return None
         return Replanner(
             planned,
@@ -347,6 +341,42 @@ class Trainer:
             reporter=self._reporter,
             metrics=self._metrics,
             obstacle=self._snapshot_obstacle,
+        )
+
+    def _step_plans(self, planned: PlannedJob) -> StepPlans | None:
+        """None for a job that keeps its plan, and for one whose microbatches have one length; an event says why other jobs
+        have no plans of single steps."""
+        if self._job.data.lengths is None or self._keeps_plan(planned):
+            return None
+        if "step_planner" not in self._planner.answer:
+            why = "data.lengths has one bucket, or the data set no attribute `lengths` that tells them before they are read"
+            if (schedule := self._job.pipeline.schedule) != AUTO:
+                why = f"pipeline.schedule is {schedule}, whose order stays; auto plans steps by their lengths"
+            elif planned.slowdown > 1:
+                why = "workers share processor cores, which decide how long steps are in any order"
+            elif self._job.training.microbatches == AUTO:
+                why = "training.microbatches is auto; with a number steps are planned by their lengths"
+            self._reporter.event(
+                "plan_kept", f"all steps run by the plan for their longest microbatches: {why}"
+            )
+            return None
+        return StepPlans(
+            planned,
+            self._planner.answer,
+            control=self._control,
+            reporter=self._reporter,
+            metrics=self._metrics,
+            obstacle=self._snapshot_obstacle,
+        )
+
+    def _keeps_plan(self, planned: PlannedJob) -> bool:
+        """True for a job that says so, whose plan was saved, that has one mesh, or that runs on CUDA, where another program
+        would load kernels within a step."""
+        return (
+            self._job.pipeline.replan == "off"
+            or planned.saved_plan is not None
+            or self._job.meshes == 1
+            or self._attempt.device == "cuda"
         )
 
     def _model_flops(self, planned: PlannedJob) -> ModelFlops | None:

@@ -244,6 +244,7 @@ class Engine:
             slot_limit_s=max(limits_s, default=1.0),
             streams=self._enqueues(),
         )
+        self._own = program
         self._install(self._bind(program, lowered))
         tensors = [
             id(tensor)
@@ -366,6 +367,18 @@ class Engine:
         """Run the prepared program from the next step on; between two steps, on all workers."""
         if self._prepared is None:
             raise EngineError("no program was prepared: call prepare_program() before swap_program()")
+        self._swap()
+        self._own = self._bound.planned
+
+    def take_program(self, program: MeshProgram | None) -> None:
+        """Run the next step by `program`, another order of the engine's own; None: by its own. Between two steps, on all
+        workers; raises as `prepare_program` does."""
+        program = program or self._own
+        if program != self._bound.planned:
+            self.prepare_program(program)
+            self._swap()
+
+    def _swap(self) -> None:
         (bound, lanes), self._prepared = self._prepared, None
         before = self._lanes
         self._install(bound)

@@ -102,6 +102,12 @@ class LocalMeasurements:
             self._is_checked = True
         return LayerProfile.from_json(self._worker.profile(microbatches))
 
+    def length_profiles(self, microbatches: int) -> dict[int, LayerProfile]:
+        return {
+            length: LayerProfile.from_json(self._worker.profile(microbatches, length))
+            for length in self._worker.shorter_lengths()
+        }
+
     def leave_out(self, microbatches: int, why: str) -> None:
         self.notes.append(f"{microbatches} microbatches, and fewer, are not planned: {why}")
 

@@ -113,9 +113,9 @@ class LocalGang:
         edges = first.evaluation_edges(planned.stage_starts) if evaluation else ()
         self.workers = self._load(prepared, planned, planned_bytes, evaluation(edges) if evaluation else {})
 
-    def step(self, number: int) -> list[WorkerStep]:
-        """Run one step; the results of `run_step` of every worker."""
-        return self.call(lambda worker: worker.run_step(number))
+    def step(self, number: int, programs: Mapping[str, MeshProgram] | None = None) -> list[WorkerStep]:
+        """Run one step, by these programs of its own if it has any; the results of `run_step` of every worker."""
+        return self.call(lambda worker: worker.run_step(number, programs and programs[worker.mesh]))
 
     def call(self, function: Callable[[LoadedWorker], Any]) -> list[Any]:
         """Call `function` for all workers at once; raises the first error, the cause of others."""

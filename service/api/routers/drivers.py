@@ -23,9 +23,10 @@ from service.schemas.drivers import (
     ReplanRequest,
     ReportAnswer,
     ReportIn,
+    StepPlansRequest,
     TokenExchange,
 )
-from service.schemas.plans import JobPlanView, ReplanView
+from service.schemas.plans import JobPlanView, ReplanView, StepPlansView
 from service.spec.job import Arguments
 from worker.contract.versions import PROTOCOL_HEADER
 
@@ -96,6 +97,14 @@ async def replan_attempt(
 ) -> Response:
     """A shorter order of the running plan at the costs that its steps had, for the driver to swap in."""
     return json_text(await drivers.replan_attempt(service, attempt, request, run))
+
+
+@router.post("/step-plans", response_model=StepPlansView, responses=responses(503))
+async def step_plans(
+    attempt: DriverAttempt, service: CurrentService, request: StepPlansRequest, run: RunWhileConnected
+) -> Response:
+    """The plans of single steps, by the lengths of their microbatches, for the driver to run in place of the job's own."""
+    return json_text(await drivers.plan_steps(service, attempt, request, run))
 
 
 @router.post("/forward-plan", responses=responses(503))

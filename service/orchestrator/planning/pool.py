@@ -37,6 +37,7 @@ from service.orchestrator.planning.work import (
     plan_from_saved,
     plan_key_json,
     shorter_plan,
+    step_plans,
 )
 from worker.contract.tasks import kill_pool
 
@@ -220,6 +221,10 @@ class PlannerPool:
     async def replan(self, running: RunningJob, *, budget_s: float, attempt: str) -> str:
         """A clearly shorter order of a running job: JSON of a ReplanView."""
         return await self._run(shorter_plan, running, budget_s, attempt=attempt)
+
+    async def plan_steps(self, running: RunningJob, steps: Sequence[Sequence[int]], *, attempt: str) -> str:
+        """The plans of single steps of a running job: JSON of a StepPlansView."""
+        return await self._run(step_plans, running, steps, attempt=attempt)
 
     async def explain(self, stored: StoredStep) -> str:
         """Explain the length of a stored step and the changes that would shorten it: JSON of an Explanation."""

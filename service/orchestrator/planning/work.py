@@ -1,5 +1,7 @@
 """Work of planning processes beside plain planning: explain a stored step, shorten a running plan, fit a saved one.
 
+Single steps of a running plan are planned here, too.
+
 Only inside these functions is the scheduler imported: the module itself is imported by the control plane. They
 return JSON text; ValueError is a refusal that the user sees.
 """
@@ -129,7 +131,7 @@ class RunningJob:
     job: Mapping[str, Any]
     plan: str
     costs: Mapping[str, Any]
-    steps: Sequence[Sequence[SlotRecord]]
+    steps: Sequence[Sequence[SlotRecord]] = ()
 
 
 def shorter_plan(expired: Callable[[], bool], running: RunningJob, budget_s: float) -> str:
@@ -169,6 +171,17 @@ def shorter_plan(expired: Callable[[], bool], running: RunningJob, budget_s: flo
     if not is_clearly_shorter(shorter.planned_s, shorter.running_s, spread_s=calibration.spread_s):
         return json.dumps({"why": "the shorter order that was found is too near to the running one"} | times)
     return json.dumps({"found": shorter.answer} | times, allow_nan=False)
+
+
+def step_plans(expired: Callable[[], bool], running: RunningJob, steps: Sequence[Sequence[int]]) -> str:
+    """JSON of a StepPlansView: the plans of single steps of a running job, by the lengths of their microbatches."""
+    from service.scheduler.job.plan_job import JobCosts, plan_steps
+    from worker.contract.job import Job
+
+    job = Job.from_json(running.job)
+    costs = JobCosts.from_json(running.costs, job)
+    plans = plan_steps(job, costs, json.loads(running.plan), steps, expired=expired)
+    return json.dumps({"plans": plans}, allow_nan=False)
 
 
 @dataclass(frozen=True)

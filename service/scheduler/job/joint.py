@@ -36,6 +36,7 @@ from service.scheduler.job.cut import (
 from service.scheduler.job.heterogeneous import profile_of_mesh
 from service.scheduler.job.network import CrossMeshAllReduce
 from service.scheduler.job.partition import PartitionResult, partition
+from service.scheduler.job.step_plans import StepPlanner
 from service.scheduler.kernels import TOLERANCE
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.spec import PipelineSpec, SpecError
@@ -92,6 +93,7 @@ class JobPlan:
     slowdown: float = 1.0
     update_s: float | None = None  # behind the makespan, where some gradients are summed before it ends
     notes: tuple[str, ...] = ()  # what is unusual about the cut, for people
+    step_planner: StepPlanner | None = None  # where microbatches have unequal lengths
 
     @property
     def step_s(self) -> float:

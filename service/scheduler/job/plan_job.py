@@ -17,6 +17,7 @@ from service.scheduler.job.joint import JobPlan, JointSearchRequest, longest_upd
 from service.scheduler.job.network import CrossMeshAllReduce, NodeLinks, network_per_worker_pair
 from service.scheduler.job.partition import PartitionResult, device_and_host_seconds, partition
 from service.scheduler.job.reduces import plan_gradient_reduces
+from service.scheduler.job.step_plans import StepPlanner
 from service.scheduler.planner import MeanMakespans, replan
 from service.scheduler.problem.spec import MeshSpec, NetworkSpec, PipelineSpec, SpecError
 from service.scheduler.programs.messages import check_messages
@@ -32,10 +33,11 @@ from worker.contract.program import program_from_json
 class JobCosts:
     """The measurements of a job from which it is planned.
 
-    `profiles` are the costs of its layers by number of microbatches, `memory_bytes` the limit of each mesh, `shared`
-    the nodes whose workers share processor cores, `action_s` the engine's own seconds for each action. `mesh_profiles`
-    are the profiles of heterogeneous meshes, by (microbatches, workers, tensor parallelism); `nodes` the node of each
-    (mesh, worker), between which `node_links` were measured.
+    `profiles` are the costs of its layers by number of microbatches, `memory_bytes` the limit of each mesh, `shared` the
+    nodes whose workers share processor cores, `action_s` the engine's own seconds for each action. `mesh_profiles` are
+    the profiles of heterogeneous meshes, by (microbatches, workers, tensor parallelism); `length_profiles` those of
+    microbatches shorter than the longest, by (microbatches, length); `nodes` the node of each (mesh, worker), between
+    which `node_links` were measured.
     """
 
     profiles: Mapping[int, LayerProfile]
@@ -46,6 +48,7 @@ class JobCosts:
     shared: Sequence[SharedCores] = ()
     action_s: float = 0.0
     mesh_profiles: Mapping[tuple[int, int, int], LayerProfile] = field(default_factory=dict)
+    length_profiles: Mapping[tuple[int, int], LayerProfile] = field(default_factory=dict)
     nodes: Mapping[tuple[str, int], str] = field(default_factory=dict)
     node_links: NodeLinks = field(default_factory=dict)
 
@@ -81,6 +84,10 @@ class JobCosts:
                     item["profile"]
                 )
                 for item in data.get("mesh_profiles") or ()
+            },
+            length_profiles={
+                (item["microbatches"], item["length"]): LayerProfile.from_json(item["profile"])
+                for item in data.get("length_profiles") or ()
             },
             nodes={
                 (worker["mesh"], worker["worker"]): worker.get("place") or worker["node"]
@@ -181,7 +188,59 @@ def _plan_with_microbatches(
     notes += host_notes(profile, planned.partition, costs.action_s)
     if job.pipeline.stages != "auto" or job.pipeline.cut != "auto":
         notes += cut_notes(profile, planned.partition.stage_starts)
-    return replace(planned, notes=notes)
+    return replace(planned, notes=notes, step_planner=_step_planner(job, costs, planned))
+
+
+def _step_planner(job: Job, costs: JobCosts, planned: JobPlan) -> StepPlanner | None:
+    """The planner of the job's single steps; None where all microbatches have one length, where the job names its order, in
+    which no step is shorter by another plan, and where workers share cores that decide how long steps are."""
+    parallelism = _mesh_parallelism(job, costs)
+    profiles = {
+        length: uniform_profile(profile, parallelism)
+        for (count, length), profile in costs.length_profiles.items()
+        if count == planned.partition.spec.microbatches
+    }
+    if not profiles or job.pipeline.schedule != AUTO or planned.slowdown > 1.0:
+        return None
+    try:
+        return StepPlanner.of(planned.partition, planned.plan, profiles, _pipeline_setup(job, costs))
+    except (
+        ValueError
+    ):  # a length has other stages, by name or number: the workers refuse them with their names
+        return None
+
+
+def plan_steps(
+    job: Job,
+    costs: JobCosts,
+    running: Mapping[str, Any],
+    steps: Sequence[Sequence[int]],
+    *,
+    expired: Callable[[], bool] | None = None,
+) -> list[dict[str, Any] | None]:
+    """The plans of single steps of a running job, each by the lengths of its microbatches: JSON as of `job_plan_json`; None
+    for a step for which the job's own plan is as short. `running` is that plan. Raises SpecError where it plans no steps.
+    """
+    if (planner := running.get("step_planner")) is None:
+        raise SpecError("the job's plan knows no costs of other lengths: every step runs by it")
+    planner = StepPlanner.from_json(planner)
+    profile = measured_profile(job, costs, planner.spec.microbatches)
+    answers: list[dict[str, Any] | None] = []
+    for lengths in steps:
+        found = planner.plan(lengths, shared=costs.shared, expired=expired)
+        if found is None:
+            answers.append(None)
+            continue
+        spec, plan = found
+        planned = JobPlan(
+            PartitionResult(list(running["begins"]), spec),
+            plan,
+            tuple(MeshUpdate(**mesh) for mesh in running.get("update", ())),
+            score_s=plan.makespan_s,
+            notes=tuple(running.get("planning_notes", ())),
+        )
+        answers.append(job_plan_json(_with_gradient_reduces(job, costs, profile, planned)))
+    return answers
 
 
 def _mesh_sizes(job: Job) -> dict[str, int]:
@@ -442,6 +501,7 @@ def job_plan_json(planned: JobPlan) -> dict[str, Any]:
         "update": [asdict(mesh) for mesh in planned.update],
         "slowdown": planned.slowdown,
         "planning_notes": list(planned.notes),
+        **({} if planned.step_planner is None else {"step_planner": planned.step_planner.to_json()}),
         **_reshardings_json(planned),
     }
 

@@ -14,7 +14,7 @@ from typing import Any
 from service.scheduler.problem.spec import PipelineSpec
 from service.scheduler.why.calibration import Calibration, behind_makespan_s, calibrate
 from service.scheduler.why.causes import find_causes, significant_causes
-from service.scheduler.why.changes import JobLayers, best_change_of_kinds, find_changes
+from service.scheduler.why.changes import JobLayers, TriedChanges, best_change_of_kinds, find_changes
 from service.scheduler.why.gaps import TimedSlot, find_gaps
 from service.scheduler.why.measured import (
     CauseKind,
@@ -120,14 +120,20 @@ def explain(
         calibration, usual = found
     behind = _StepParts.of(measured, step_s) if ran is not None else None
     whole_s = plan.makespan_s + plan.update_s if behind is None else behind.step_s
-    tried = find_changes(
-        usual,
-        plan.spec,
-        layers or JobLayers({}),
-        recomputed=plan.recomputed,
-        step_s=whole_s,
-        expired=expired,
-    )
+    if plan.spec.length_buckets:
+        tried = TriedChanges((), ())
+        notes.append(
+            "changes were not tried: the step ran by a plan for its own lengths, and others have others"
+        )
+    else:
+        tried = find_changes(
+            usual,
+            plan.spec,
+            layers or JobLayers({}),
+            recomputed=plan.recomputed,
+            step_s=whole_s,
+            expired=expired,
+        )
     causes = (
         []
         if behind is None

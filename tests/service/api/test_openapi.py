@@ -132,6 +132,7 @@ def test_every_route_is_documented_with_its_errors_as_problems(server: Server):
         "/api/v1/attempts/{attempt_id}/placement",
         "/api/v1/attempts/{attempt_id}/plan",
         "/api/v1/attempts/{attempt_id}/forward-plan",
+        "/api/v1/attempts/{attempt_id}/step-plans",
         "/api/v1/attempts/{attempt_id}/reports",
         "/healthz",
         "/readyz",

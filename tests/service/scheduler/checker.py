@@ -210,7 +210,10 @@ def _check_all_memory(
             spans[s["mesh"]].append((compute["I", stage, m]["end_s"], s["end_s"], stash))
     for (edge, direction, m), s in sent.items():
         way = "forward" if direction == "F" else "backward"
-        size = facts.edge(edge, m).get(f"{way}_bytes") or 0
+        of_edge = facts.edge(edge, m)
+        size = of_edge.get(f"{way}_bytes") or 0
+        if not size and (way == "forward" or of_edge.get("backward_s")):
+            size = of_edge.get("held_bytes") or 0
         source = facts.spec["edges"][edge]["source"]
         targets = [facts.spec["edges"][k]["target"] for k in facts.members[edge]]
         if direction == "F":

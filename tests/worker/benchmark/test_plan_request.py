@@ -13,6 +13,7 @@ from tests.worker.driver.test_planning import JOB
 from worker.benchmark.links import network_spec
 from worker.benchmark.plan_request import plan_request
 from worker.contract.costs import EngineCosts, UpdateCosts
+from worker.contract.job import Lengths
 from worker.contract.profile import (
     CollectiveCost,
     LayerCost,
@@ -46,6 +47,9 @@ class Known(GangMeasurements):
 
     def profile(self, microbatches):
         return self.profiles["b"]
+
+    def length_profiles(self, microbatches):
+        return {64: self.profiles["a"], 128: self.profiles["c"]}
 
     def network(self, *, loops, skips):
         return network_spec([], [], {"m0": "n", "m1": "n"}, loops=loops, skips=skips)
@@ -107,3 +111,20 @@ def test_a_uniform_job_needs_no_profiles_of_its_meshes():
     assert request["microbatches"] == COUNT and request["profile"]["layers"][0]["forward_s"] == pytest.approx(
         3.5
     )
+
+
+def test_shorter_microbatches_are_measured_where_single_steps_are_planned_by_their_lengths():
+    job, measurements = known(KINDS)
+    job = replace(job, resources=replace(job.resources, workers=None, tensors=None))
+    planned = replace(job, data=replace(job.data, lengths=Lengths()))
+    read = PlanRequest.model_validate_json(json.dumps(plan_request(planned, measurements)))
+    assert [
+        (one.microbatches, one.length, one.profile["layers"][0]["forward_s"]) for one in read.length_profiles
+    ] == [(COUNT, 64, 1.0), (COUNT, 128, 2.0)]
+    for other in (
+        job,
+        replace(planned, pipeline=replace(job.pipeline, schedule="1f1b")),
+        replace(planned, pipeline=replace(job.pipeline, replan="off")),
+        replace(planned, resources=replace(job.resources, meshes=1)),
+    ):
+        assert "length_profiles" not in plan_request(other, measurements)

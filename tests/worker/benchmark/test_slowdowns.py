@@ -111,5 +111,34 @@ def test_a_few_disturbed_steps_and_other_backwards_make_no_mesh_slow():
     assert said[1].factor == pytest.approx(2.0), "by its forwards, which both have"
 
 
+def of_lengths(lengths, factor=1.0):
+    """The slots of a step of one mesh, whose microbatches take as many seconds as they are long."""
+    return [
+        {
+            "mesh": "m0",
+            "lane": "compute",
+            "stage": 0,
+            "action": action,
+            "microbatch": m,
+            "start_s": 0.0,
+            "end_s": factor * length,
+        }
+        for action in "FB"
+        for m, length in enumerate(lengths)
+    ]
+
+
+def test_steps_of_longer_microbatches_make_no_mesh_slow():
+    said = []
+    watch = MeshWatch(lambda pace, slow: said.append(pace))
+    short, long = (1, 1, 2), (2, 9, 9)  # of 9 no first step had any
+    for lengths, factor in [*[(short, 1.0)] * 12, *[(long, 1.0)] * 20]:
+        watch.observe(of_lengths(lengths, factor), lengths)
+    assert said == []
+    for _ in range(5):
+        watch.observe(of_lengths(long, 2.0), long)
+    assert [pace.factor for pace in said] == [pytest.approx(2.0)]
+
+
 def test_a_mesh_that_was_slow_from_the_start_is_as_it_was():
     assert paces(*[computing(0.1, 0.8)] * 40) == []

@@ -176,6 +176,17 @@ def test_a_table_of_lengths_makes_the_same_microbatches_and_reads_only_own_sampl
     assert Counted.read == 10
 
 
+def test_the_buckets_of_later_steps_are_told_without_reading_where_the_data_has_lengths():
+    table = Texts()
+    table.lengths = [text_length(index) for index in range(len(table))]
+    made = microbatches(table, batch=30, count=5)
+    told = [made.buckets_of(step) for step in range(1, 5)]
+    read = [tuple(made.read(step, m, BatchSlice(0, 1)).bucket for m in range(5)) for step in range(1, 5)]
+    assert told == read and len({*told}) > 1
+    assert microbatches(Texts(), batch=30, count=5).buckets_of(1) == ()
+    assert microbatches(table, batch=30, count=5, buckets=(7,)).buckets_of(1) == (), "none holds the longest"
+
+
 def test_parts_along_the_length_are_padded_each_in_its_way_and_others_left():
     batches = batches_of(job_of(f"{__name__}:Parts", {"buckets": [5, 9], "pad": 50}))
     assert batches.buckets == (5, 9) and list(batches.examples) == [5, 9]

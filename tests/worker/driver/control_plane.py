@@ -7,7 +7,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from tests.worker.workers import forward_plan_of, placement_of, plan_of
+from tests.worker.workers import forward_plan_of, placement_of, plan_of, step_plans_of
 
 
 class ControlPlane:
@@ -19,6 +19,7 @@ class ControlPlane:
         self.reports: list[dict[str, Any]] = []
         self.plan_requests: list[dict[str, Any]] = []
         self.plan_answers: list[dict[str, Any]] = []
+        self.step_plan_requests: list[list[list[int]]] = []
         self.placement_requests: list[dict[str, Any]] = []
         self.token: str | None = None
         """The one that the driver exchanged its own for."""
@@ -52,6 +53,10 @@ class ControlPlane:
                     return
                 if self.path.endswith("/replan"):
                     self._answer(200, plane.replan(body))
+                    return
+                if self.path.endswith("/step-plans"):
+                    plane.step_plan_requests.append(body["lengths"])
+                    self._answer(200, {"plans": plane.plan_steps(body["lengths"])})
                     return
                 if self.path.endswith("/plan"):
                     plane.plan_requests.append(body)
@@ -88,6 +93,10 @@ class ControlPlane:
     def plan(self, costs: dict[str, Any]) -> dict[str, Any]:
         """The first plan of an attempt."""
         return plan_of(self.given["job"], costs)
+
+    def plan_steps(self, lengths: list[list[int]]) -> list[dict[str, Any] | None]:
+        """The plans of single steps, by the attempt's first plan and its costs."""
+        return step_plans_of(self.given["job"], self.plan_requests[0], self.plan_answers[0], lengths)
 
     def command(self) -> str:
         """What it wants of the attempt, with the answer to a report."""

@@ -107,6 +107,7 @@ def test_an_attempt_with_microbatches_of_unequal_lengths_trains_and_tells_their_
     events = [event["message"] for report in plane.reports for event in report["events"]]
     assert any("microbatches are padded to" in message for message in events)
     assert any("of its tokens are padding, with microbatches of" in message for message in events)
+    assert any("pipeline.schedule is 1f1b, whose order stays" in message for message in events)
 
 
 @pytest.mark.slow

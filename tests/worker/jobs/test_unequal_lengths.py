@@ -11,10 +11,11 @@ from torch.nn import functional
 from tests.tiers import some_by_day
 from tests.worker.cached import traced_once  # noqa: F401 (used by every test)
 from tests.worker.unequal_texts import LONGEST, Texts, text_length, unequal_job
-from tests.worker.workers import Workers
+from tests.worker.workers import Workers, mean_loss
 from worker.checkpoint.format import finish_checkpoint
 from worker.contract.failures import AttemptFailure
 from worker.contract.job import Job
+from worker.contract.planned import parse_planned_job
 from worker.contract.reasons import Reason
 from worker.data.sampler import BatchSampler
 from worker.model.factory import build_model
@@ -355,3 +356,27 @@ def test_loader_processes_read_the_same_microbatches(stages):
     spec["data"]["loader"] = {"workers": 2}
     with Workers(spec) as run:
         assert run.losses(range(1, 4)) == pytest.approx(expected.losses, rel=1e-5)
+
+
+PLANNED_LAYOUTS = [{"stages": 3, "workers": 1}, {"stages": 3, "workers": 2}]
+
+
+@some_by_day("layout", PLANNED_LAYOUTS, by_day=1, ids=str)
+def test_steps_that_run_by_plans_of_their_own_train_as_a_plain_loop(layout):
+    """Every second step, so that the job's own program comes back in between."""
+    spec = unequal_job(**layout)
+    spec["pipeline"]["schedule"] = "auto"
+    spec["data"]["factory"] = "tests.worker.unequal_texts:TextsWithLengths"
+    expected = PlainLoop(spec).train(STEPS)
+    with Workers(spec) as run:
+        losses, planned = [], 0
+        for step in STEPS:
+            plan = run.plan_step(step) if step % 2 else None
+            planned += plan is not None
+            losses.append(mean_loss(run.step(step, plan and parse_planned_job(plan).programs())))
+        assert planned, "no step was shorter by a plan of its own"
+        assert losses == pytest.approx(expected.losses, rel=1e-5)
+        assert_equal_parameters(run, expected.model, 1e-5)
+        again = [worker.engine._bound.planned for worker in run.workers]
+        own = parse_planned_job(run.planned).programs()
+        assert again == [own[worker.mesh] for worker in run.workers]
