@@ -50,8 +50,8 @@ GROUPS = [
     Group(
         "auth",
         "service/api/auth.py",
-        f"{_API}/routers/test_jobs.py {_API}/test_auth.py {_API}/test_oidc.py "
-        "-k 'not postgresql and (token or open or oidc or role)'",
+        f"{_API}/routers/test_jobs.py {_API}/test_auth.py {_API}/test_oidc.py {_API}/test_sso.py "
+        "-k 'not postgresql and (token or open or oidc or role or sso)'",
     ),
     Group(
         "paging",
