@@ -108,7 +108,8 @@ class JobPlanView(BaseModel):
     )
     step_planner: dict[str, Any] | None = Field(
         default=None,
-        description="The costs of each length, by which single steps are planned; null where all microbatches have one",
+        exclude_if=lambda planner: planner is None,
+        description="The costs of each length, by which single steps are planned; left out where all microbatches have one",
     )
 
 
