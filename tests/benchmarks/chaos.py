@@ -11,6 +11,7 @@ Exit status 1 where that is not so, or where a healthy attempt was ended.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import signal
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,9 @@ class Site:
         spec["model"] = {"factory": "tests.benchmarks.chaotic:build", "args": args}
         spec["training"] |= {"steps": 1_000_000, "clip_grad_norm": None}
         spec["optimizer"]["args"]["lr"] = 1e-4  # no chaos of its own: both loops stay together
-        spec["pipeline"] = {"schedule": "auto"}
-        spec["resources"] = {"meshes": 4 if name == "survivor" else 2, "device": "cpu"}
+        meshes = 4 if name == "survivor" else 2
+        spec["pipeline"] = {"stages": meshes, "schedule": "auto"}
+        spec["resources"] = {"meshes": meshes, "device": "cpu"}
         spec["retry"] = {"infrastructure": -1}
         return spec
 
@@ -318,17 +320,26 @@ def main() -> int:
     faults = [name for name in options.kinds.split(",") for _ in range(options.moments)]
     draw.shuffle(faults)
     os.environ.update(LIMITS)
-    with tempfile.TemporaryDirectory() as folder, networked() as ray:
-        disk = Path(folder) / "disk"
-        disk.mkdir()
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "chaos", str(disk)], check=True)
-        try:
-            (port,) = free_ports(1)
-            with Server(Path(folder), ray.environment(port), port) as server:
-                ray.wait_until_known(server.client)
-                return run(Site(ray, server, disk), faults, draw)
-        finally:
-            subprocess.run(["umount", "-l", str(disk)], check=False)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        small_disk(Path(folder) / "disk") as disk,
+        networked() as ray,
+    ):
+        (port,) = free_ports(1)
+        with Server(Path(folder), ray.environment(port), port) as server:
+            ray.wait_until_known(server.client)
+            return run(Site(ray, server, disk), faults, draw)
+
+
+@contextlib.contextmanager
+def small_disk(place: Path) -> Iterator[Path]:
+    """A file system of 64 MiB at `place`; namespaces that were there before do not see it."""
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "chaos", str(place)], check=True)
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=False)
 
 
 def run(site: Site, faults: list[str], draw: random.Random) -> int:
