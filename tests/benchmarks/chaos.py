@@ -117,13 +117,13 @@ class Injected:
 def kill_worker(site: Site, draw: random.Random) -> Injected:
     k, victim = _draw_worker(site, draw)
     victim.kill()
-    return Injected((site.ray.hosts[k],))
+    return Injected((site.ray.hosts[k], site.ray.net.addresses[k]))
 
 
 def freeze_worker(site: Site, draw: random.Random) -> Injected:
     k, victim = _draw_worker(site, draw)
     victim.send_signal(signal.SIGSTOP)
-    return Injected((site.ray.hosts[k],))
+    return Injected((site.ray.hosts[k], site.ray.net.addresses[k]))
 
 
 def kill_driver(site: Site, draw: random.Random) -> Injected:
