@@ -106,8 +106,17 @@ class Page:
 
     def screenshot(self, path: Path, *, whole: bool = True) -> None:
         """The whole page, or what the window shows, as a PNG."""
+        self._wait_for_a_view()
         got = self.call("Page.captureScreenshot", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(got["data"]))
+
+    def _wait_for_a_view(self) -> None:
+        """Return once the browser has given a page that it has just gone to its place in the window.
+
+        Until its first frame is drawn, a page that was loaded by a form or a link may stand in a view of no width, of
+        which Chromium takes no screenshot.
+        """
+        self.js("new Promise(drawn => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
 
 
 @contextlib.contextmanager
