@@ -297,7 +297,14 @@ async def plan_attempt(service: Service, attempt: AttemptRow, costs: dict[str, A
         await _check_current(session, attempt)
         await record_job_plan(session, attempt, plan, at=utc_now())
         digest = scoped_costs_digest(costs_digest(spec), job.owner, attempt.cluster)
-        await record_costs(session, digest, costs, measured_by=MEASURED_BY_GANG, at=utc_now())
+        await record_costs(
+            session,
+            digest,
+            costs,
+            measured_by=MEASURED_BY_GANG,
+            accelerator_type=attempt.accelerator_type,
+            at=utc_now(),
+        )
     return plan if saved is None else await with_fields(plan, last={"made_for": json.loads(saved.made_for)})
 
 
@@ -319,7 +326,7 @@ async def replan_attempt(service: Service, attempt: AttemptRow, request: ReplanR
         plan = await find_job_plan(session, attempt.job_id)
         steps = [] if plan is None else await calibration_slots(session, plan)
         digest = scoped_costs_digest(costs_digest(spec), job.owner, attempt.cluster)
-        costs = await find_all_costs(session, digest)
+        costs = await find_all_costs(session, digest, attempt.accelerator_type)
     if plan is None or (plan.attempt, plan.since_step) != (attempt.number, request.since_step):
         return _no_shorter_plan("the plan that runs is not the one that is stored")
     if len(steps) < _FEWEST_STEPS or costs is None:
@@ -342,7 +349,7 @@ async def plan_steps(service: Service, attempt: AttemptRow, request: StepPlansRe
     async with service.database.read() as session:
         plan = await find_job_plan(session, attempt.job_id)
         digest = scoped_costs_digest(costs_digest(spec), job.owner, attempt.cluster)
-        costs = await find_all_costs(session, digest)
+        costs = await find_all_costs(session, digest, attempt.accelerator_type)
     if plan is None or plan.attempt != attempt.number or costs is None:
         raise ProblemError(
             409, "the stored plan is not of this attempt: its steps run by the plan that it has"

@@ -58,7 +58,9 @@ async def explain_step(service: Service, job_id: str, step: int | None, run: Run
         planned = None if plan is None else await find_attempt(session, f"{job_id}-{plan.attempt}")
         spec = spec_with_meshes(job.spec, job.accelerators if planned is None else planned.accelerators)
         costs = await find_all_costs(
-            session, scoped_costs_digest(costs_digest(spec), job.owner, job.began_on or DEFAULT_CLUSTER)
+            session,
+            scoped_costs_digest(costs_digest(spec), job.owner, job.began_on or DEFAULT_CLUSTER),
+            None if planned is None else planned.accelerator_type,
         )
     if plan is None:
         raise ProblemError(404, f"job {job_id} has no plan: nothing of it can be explained")

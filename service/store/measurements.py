@@ -210,21 +210,31 @@ MEASURED_BY_GANG, MEASURED_BY_ONE_WORKER = "gang", "one worker"
 
 
 async def record_costs(
-    session: AsyncSession, digest: str, costs: dict[str, Any], *, measured_by: str, at: datetime
+    session: AsyncSession,
+    digest: str,
+    costs: dict[str, Any],
+    *,
+    measured_by: str,
+    accelerator_type: str | None,
+    at: datetime,
 ) -> None:
-    """Store the costs measured for jobs with this digest (JSON of a driver's PlanRequest).
+    """Store the costs measured for jobs with this digest (JSON of a driver's PlanRequest) on accelerators of one type.
 
-    Profiles of other numbers of microbatches that were measured before stay, also per mesh of heterogeneous meshes.
+    Profiles of other numbers of microbatches that were measured before on this type stay, also per mesh of heterogeneous
+    meshes; those of another type go.
     """
     profiles = _profiles_by_microbatches(costs)
     if costs.get("profile") is not None and costs.get("microbatches") is not None:
         profiles[costs["microbatches"]] = {name: costs[name] for name in ("microbatches", "profile")}
     key = _costs_key(digest, measured_by)
-    before = await find_profile(session, key) or {"profiles": [], "tried": []}
+    before = await find_profile(session, key)
+    if before is None or before.get(_TYPE_OF_COSTS) != accelerator_type:
+        before = {"profiles": [], "tried": []}
     profiles = _profiles_by_microbatches(before) | profiles
     body = {name: value for name, value in costs.items() if name not in ("profile", "microbatches")} | {
         "profiles": list(profiles.values()),
         "tried": sorted({*before["tried"], *profiles, *(costs.get("tried") or ())}),
+        _TYPE_OF_COSTS: accelerator_type,
     }
     if of_meshes := _profiles_by_mesh(before) | _profiles_by_mesh(costs):
         body["mesh_profiles"] = list(of_meshes.values())
@@ -249,20 +259,33 @@ async def find_costs(
 ) -> tuple[dict[str, Any], str] | None:
     """Costs measured for all the `counts` of microbatches, and their origin; a gang's are preferred. None: not measured."""
     for measured_by in (MEASURED_BY_GANG, MEASURED_BY_ONE_WORKER):
-        costs = await find_profile(session, _costs_key(digest, measured_by))
-        if costs is not None and set(counts) <= set(costs["tried"]):
+        stored = await find_profile(session, _costs_key(digest, measured_by))
+        if stored is not None and set(counts) <= set(stored["tried"]):
+            costs = _without_type(stored)
             profiles = [profile for profile in costs["profiles"] if profile["microbatches"] in counts]
             if profiles:
                 return {**costs, "profiles": profiles}, measured_by
     return None
 
 
-async def find_all_costs(session: AsyncSession, digest: str) -> dict[str, Any] | None:
-    """Costs of jobs with this digest for all measured numbers of microbatches; a gang's are preferred."""
+async def find_all_costs(
+    session: AsyncSession, digest: str, accelerator_type: str | None
+) -> dict[str, Any] | None:
+    """Costs of jobs with this digest on accelerators of the type, for all measured numbers of microbatches; a gang's are
+    preferred."""
     for measured_by in (MEASURED_BY_GANG, MEASURED_BY_ONE_WORKER):
-        if (costs := await find_profile(session, _costs_key(digest, measured_by))) is not None:
-            return costs
+        costs = await find_profile(session, _costs_key(digest, measured_by))
+        if costs is not None and costs.get(_TYPE_OF_COSTS, accelerator_type) == accelerator_type:
+            return _without_type(costs)
     return None
+
+
+_TYPE_OF_COSTS = "accelerator_type"
+"""Beside the fields of a PlanRequest; costs that an older release stored have it not."""
+
+
+def _without_type(costs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in costs.items() if name != _TYPE_OF_COSTS}
 
 
 def _costs_key(digest: str, measured_by: str) -> str:

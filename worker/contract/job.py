@@ -451,7 +451,8 @@ def gpu_share(workers_per_gpu: int) -> float:
     return int(10_000 / workers_per_gpu) / 10_000
 
 
-_TYPE_LABEL = "ray.io/accelerator-type"
+ACCELERATOR_TYPE_LABEL = "ray.io/accelerator-type"
+"""A label of Ray's nodes: Ray sets it where it knows the accelerators, and whoever starts a node may."""
 _TYPE_RESOURCE = "accelerator_type:"
 
 
@@ -462,19 +463,10 @@ def accelerator_type_of(
     found; None where it has neither, and for CPU workers of a node with GPUs, whose type it tells."""
     if resource != "GPU" and resources.get("GPU"):
         return None
-    if label := labels.get(_TYPE_LABEL):
+    if label := labels.get(ACCELERATOR_TYPE_LABEL):
         return label
     types = sorted(name for name in resources if name.startswith(_TYPE_RESOURCE))
     return types[0].removeprefix(_TYPE_RESOURCE) if types else None
-
-
-def accelerator_type_resource(accelerator_type: str) -> str:
-    """The resource that Ray gives to each node with accelerators of the type, in the amount of 1."""
-    return f"{_TYPE_RESOURCE}{accelerator_type}"
-
-
-ANY_OF_TYPE = 0.001
-"""The amount of that resource by which Ray's own options ask for a node of the type."""
 
 
 def is_placement_group_name(name: str) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 
 from worker.contract.codec import from_json, to_json
 from worker.contract.failures import CrashReport, read_crash_report, remove_crash_report
-from worker.contract.job import ANY_OF_TYPE, accelerator_type_resource
+from worker.contract.job import ACCELERATOR_TYPE_LABEL
 
 
 def task_result(output: str, mark: str) -> dict[str, Any] | None:
@@ -112,9 +112,12 @@ class Bundles:
     @property
     def bundle(self) -> dict[str, float]:
         """One of them, as Ray takes it."""
-        if self.accelerator_type is None:
-            return {self.resource: self.amount}
-        return {self.resource: self.amount, accelerator_type_resource(self.accelerator_type): ANY_OF_TYPE}
+        return {self.resource: self.amount}
+
+    @property
+    def label_selector(self) -> dict[str, str]:
+        """The labels of the nodes that each may lie on, as Ray takes them."""
+        return {} if self.accelerator_type is None else {ACCELERATOR_TYPE_LABEL: self.accelerator_type}
 
 
 @dataclass(frozen=True)

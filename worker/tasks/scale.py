@@ -85,7 +85,11 @@ class RayAutoscaler:
         self._gcs = GcsClient(address=ray.get_runtime_context().gcs_address)
 
     def request(self, bundles: Sequence[Bundles]) -> None:
-        request_resources(bundles=[each.bundle for each in bundles for _ in range(each.number)])
+        each_bundle = [each for each in bundles for _ in range(each.number)]
+        request_resources(
+            bundles=[each.bundle for each in each_bundle],
+            bundle_label_selectors=[each.label_selector for each in each_bundle],
+        )
 
     def takes_request(self) -> bool | None:
         asked_at = self._status().cluster_resource_state.cluster_resource_state_version

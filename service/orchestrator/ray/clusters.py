@@ -278,6 +278,15 @@ class ClusterWatcher:
             numbers[AcceleratorKind(device, accelerator_type)] = number
         return numbers
 
+    def nodes_without(self, kinds: Collection[AcceleratorKind]) -> tuple[str, ...]:
+        """Ray's ids of the nodes without an accelerator of these kinds. Ray itself finds a type only where it detected the
+        accelerators: where a label tells it, no resource does."""
+        return tuple(
+            node.id
+            for node in self.snapshot.nodes
+            if not any(number and kind in kinds for kind, number in self.kinds(node).items())
+        )
+
     def accelerators(self, node: RayNode) -> dict[str, int]:
         """The workers that a node has room for, by device."""
         return {

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from service.orchestrator.decisions.attempt_lifecycle import code_setup_failure, device_of
+from service.orchestrator.decisions.attempt_lifecycle import AcceleratorKind, code_setup_failure, device_of
 from service.orchestrator.ray.clusters import NamedCluster, working_dir_uri
 from service.orchestrator.ray.jobs_api import RayJobSubmission
 from service.orchestrator.tasks.runner import ENVIRONMENT_LIMIT, Task
@@ -112,14 +112,8 @@ class CheckTask(Task[CheckRequest, CheckAnswer]):
             )
         wanted = stored_field(request.spec, "resources", "accelerator", None)
         device = device_of(request.device, request.accelerators, capacity, accelerator_type=wanted)
-        without = [
-            node.id
-            for node in cluster.watcher.snapshot.nodes
-            if not any(
-                number and kind.device == device and wanted in (None, kind.accelerator_type)
-                for kind, number in cluster.watcher.kinds(node).items()
-            )
-        ]
+        types = capacity.by_type if wanted is None else [wanted]
+        kinds = [AcceleratorKind(device, each) for each in types]
         hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         return replace(
             self.submission(
@@ -128,5 +122,5 @@ class CheckTask(Task[CheckRequest, CheckAnswer]):
                 pip=stored_field(request.spec, "code", "pip", []),
             ),
             working_dir=await working_dir_uri(self._database, request.spec, cluster),
-            avoid=tuple(without),
+            avoid=cluster.watcher.nodes_without(kinds),
         )

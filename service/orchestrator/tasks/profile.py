@@ -11,7 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from service.orchestrator.decisions.attempt_lifecycle import RAY_RESOURCES, device_of
+from service.orchestrator.decisions.attempt_lifecycle import (
+    RAY_RESOURCES,
+    AcceleratorKind,
+    device_of,
+    resource_text,
+)
 from service.orchestrator.ray.clusters import Clusters, NamedCluster, working_dir_uri
 from service.orchestrator.ray.jobs_api import ClusterError, RayJobSubmission
 from service.orchestrator.tasks.runner import ENVIRONMENT_LIMIT, Task
@@ -21,7 +26,7 @@ from service.store.database import Sessions, run_to_completion, utc_now
 from service.store.measurements import MEASURED_BY_ONE_WORKER, find_costs, record_costs, scoped_costs_digest
 from service.store.secrets import spec_environment, spec_secret_names
 from worker.contract.costs import PROFILE_REQUEST_VARIABLE, PROFILE_RESULT_MARK, costs_digest
-from worker.contract.job import ANY_OF_TYPE, accelerator_type_resource
+from worker.contract.job import gpu_share
 from worker.contract.tasks import task_result
 
 PROFILE_LIMIT_S = 1200.0
@@ -81,9 +86,10 @@ class ProfileTask(Task[ProfileRequest, MeasuredCosts]):
     async def perform(self, request: ProfileRequest, cluster: NamedCluster) -> None:
         if await run_to_completion(self._find(request, cluster.name)) is not None:
             return  # the last run ended just when its costs were looked for
-        submission = await self._submission(request.spec, cluster)
+        kind = self._kind(request.spec, cluster)
+        submission = await self._submission(request.spec, kind, cluster)
         costs = await self.run_in_ray(cluster, submission, read_profile_result)
-        await run_to_completion(self._record(request.digest(cluster.name), costs))
+        await run_to_completion(self._record(request.digest(cluster.name), costs, kind.accelerator_type))
 
     def busy_message(self, runs: int) -> str:
         return f"{runs} jobs are being measured or wait for it"
@@ -102,27 +108,44 @@ class ProfileTask(Task[ProfileRequest, MeasuredCosts]):
             row = await find_costs(session, request.digest(cluster), request.microbatch_counts)
         return None if row is None else MeasuredCosts(*row)
 
-    async def _record(self, digest: str, costs: dict[str, Any]) -> None:
+    async def _record(self, digest: str, costs: dict[str, Any], accelerator_type: str | None) -> None:
         async with self._database.write() as session:
-            await record_costs(session, digest, costs, measured_by=MEASURED_BY_ONE_WORKER, at=utc_now())
+            await record_costs(
+                session,
+                digest,
+                costs,
+                measured_by=MEASURED_BY_ONE_WORKER,
+                accelerator_type=accelerator_type,
+                at=utc_now(),
+            )
 
-    async def _submission(self, spec: Mapping[str, Any], cluster: NamedCluster) -> RayJobSubmission:
+    def _kind(self, spec: Mapping[str, Any], cluster: NamedCluster) -> AcceleratorKind:
+        """Return the accelerators to measure the job on; without a type, of the type that the cluster has most of."""
         capacity, resources = cluster.watcher.capacity, spec["resources"]
+        named = "the Ray cluster" if len(self._clusters) == 1 else f"the Ray cluster {cluster.name}"
         if capacity is None:
-            named = "the Ray cluster" if len(self._clusters) == 1 else f"the Ray cluster {cluster.name}"
             raise ProfilingFailedError(f"{named} does not answer: ask again when it does")
         gang = sum(resources.get("workers") or [resources["workers_per_mesh"]] * (resources["meshes"] or 1))
         wanted = resources.get("accelerator")
         device = device_of(resources["device"], gang, capacity, accelerator_type=wanted)
-        typed = {} if wanted is None else {accelerator_type_resource(wanted): ANY_OF_TYPE}
-        request = json.dumps({"job": spec, "device": device})
+        there = {each: part.in_all(device) for each, part in capacity.by_type.items()}
+        if wanted is not None and not there.get(wanted):
+            raise ProfilingFailedError(
+                f"{named} has no {resource_text(device, wanted)}: ask again when it has, or ask without "
+                "resources.accelerator"
+            )
+        return AcceleratorKind(device, max(there, key=there.__getitem__) if wanted is None else wanted)
+
+    async def _submission(
+        self, spec: Mapping[str, Any], kind: AcceleratorKind, cluster: NamedCluster
+    ) -> RayJobSubmission:
+        request = json.dumps({"job": spec, "device": kind.device})
         if len(request) > ENVIRONMENT_LIMIT:
             raise ClusterError(
                 f"the job's specification has {len(request)} characters, more than the {ENVIRONMENT_LIMIT} that can "
                 "be handed to one worker: shorten its arguments, or submit the job, which plans it too"
             )
         workers_per_gpu = cluster.drivers.workers_per_gpu
-        share = 1 if device == "cpu" else int(10_000 / workers_per_gpu) / 10_000
         environment = {
             **spec_environment(spec),
             PROFILE_REQUEST_VARIABLE: request,
@@ -131,7 +154,8 @@ class ProfileTask(Task[ProfileRequest, MeasuredCosts]):
         return replace(
             self.submission(cluster, environment, pip=stored_field(spec, "code", "pip", [])),
             working_dir=await working_dir_uri(self._database, spec, cluster),
-            resources={RAY_RESOURCES[device]: share, **typed},
+            resources={RAY_RESOURCES[kind.device]: 1 if kind.device == "cpu" else gpu_share(workers_per_gpu)},
+            avoid=cluster.watcher.nodes_without([kind]),
         )
 
 

@@ -28,7 +28,9 @@ def job_file(served: Served, tmp_path: Path) -> Path:
 
     async def record(service: ControlPlane) -> None:
         async with service.database.write() as session:
-            await record_costs(session, digest, costs(), measured_by=MEASURED_BY_GANG, at=utc_now())
+            await record_costs(
+                session, digest, costs(), measured_by=MEASURED_BY_GANG, accelerator_type=None, at=utc_now()
+            )
 
     served.run(record)
     file = tmp_path / "job.yaml"

@@ -109,6 +109,8 @@ class ScalableRay(LocalRay):
     idle after some seconds. None: it only watches the four workers of the head."""
 
     HEAD = "f" * 51 + "00000"
+    TYPE = "H100"
+    """What only a label of the head tells."""
 
     def __init__(self, folder: Path, most_nodes: int | None) -> None:
         super().__init__(Settings(local_workers=4))
@@ -116,6 +118,7 @@ class ScalableRay(LocalRay):
 
     def _options(self) -> list[str]:
         options = [option for option in super()._options() if option != "--no-monitor"]
+        options.append(f"--labels=ray.io/accelerator-type={self.TYPE}")
         if self._most_nodes is None:
             return options
         config = self._folder / "autoscaling.json"
@@ -229,6 +232,10 @@ async def test_ray_keeps_what_fits_the_cluster_and_forgets_what_is_withdrawn(tmp
     async with running(tmp_path, None) as ray:  # its autoscaler has the nodes that are there, and no more
         result = await ray.ask("some", ScaleRequest(bundles(1), bundles(1, 2, 1)))
         assert result == ScaleResult(True, 2, stands=True) and ray.requested() == {WORKER: 4.0}
+        typed = ScaleRequest(bundles(1), (Bundles(WORKER, 1.0, 2, ScalableRay.TYPE),))
+        assert await ray.ask("typed", typed) == ScaleResult(True, 1, stands=True)
+        other = ScaleRequest((), (Bundles(WORKER, 1.0, 1, "A100"),))
+        assert await ray.ask("of no type that is there", other) == ScaleResult(True)
         result = await ray.ask("fewer", ScaleRequest(bundles(1), bundles(1)))
         assert result == ScaleResult(True, 1, stands=True) and ray.requested() == {WORKER: 2.0}
         assert await ray.ask("none", ScaleRequest()) == ScaleResult(True) and ray.requested() == {}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from service.orchestrator.decisions.attempt_lifecycle import RayJob, RayState
+from service.orchestrator.ray.jobs_api import RayNode
 from service.orchestrator.tasks import profile
 from service.scheduler.job.cut import PipelineSetup
 from service.scheduler.job.joint import JointSearchRequest, plan_jointly
@@ -231,6 +232,51 @@ async def test_the_plan_of_a_job_that_nobody_trained_is_made_when_one_worker_has
     known = await api.client.post("/api/v1/plans/job", json=job_body(**fixed), params={"budget_s": 0.5})
     assert known.status_code == 200 and known.json()["spec"]["microbatches"] == 4
     assert (await api.client.get("/api/v1/jobs")).json()["items"] == [], "nothing trains"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "avoided"),
+    [
+        ({}, ("h100", "bare")),  # two of A100 to one of H100
+        ({"accelerator": "H100"}, ("a100", "bare")),
+    ],
+)
+async def test_a_job_is_measured_on_nodes_of_its_type_whoever_tells_the_type(
+    make_api: ApiMaker, wanted: dict[str, str], avoided: tuple[str, ...]
+):
+    async with make_api() as api:
+        await of_types(api)
+        resources = {**job_body(**OPEN)["resources"], "device": "auto", **wanted}
+        run_id = await measuring(api, resources=resources)
+        submission = api.cluster.submissions[run_id]
+        assert submission.resources == {"slotline_worker": 1}, (
+            "Ray has no resource of a type that a label tells"
+        )
+        assert submission.avoid == avoided
+
+
+async def test_a_job_of_a_type_that_no_node_has_is_refused_at_once(make_api: ApiMaker):
+    async with make_api() as api:
+        await of_types(api)
+        resources = {**job_body(**OPEN)["resources"], "device": "auto", "accelerator": "B200"}
+        await api.service.cluster.refresh()
+        refused = await asked(api, resources=resources)
+        assert "has no GPU of type B200" in problem(refused, 422)["detail"]
+        assert not api.cluster.submissions
+
+
+async def of_types(api: Api) -> None:
+    """Give the cluster nodes of two types, told by labels, and one without accelerators."""
+
+    async def nodes() -> list[RayNode]:
+        return [
+            RayNode("h100", "10.0.0.1", {"slotline_worker": 4.0}, labels={"ray.io/accelerator-type": "H100"}),
+            RayNode("a100", "10.0.0.2", {"slotline_worker": 8.0}, labels={"ray.io/accelerator-type": "A100"}),
+            RayNode("bare", "10.0.0.3", {"CPU": 8.0}),
+        ]
+
+    api.cluster.nodes = nodes
+    await api.service.cluster.refresh()
 
 
 async def test_what_a_gang_measured_plans_other_jobs_of_its_kind_at_once(make_api: ApiMaker):

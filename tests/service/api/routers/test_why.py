@@ -61,7 +61,9 @@ async def trained(api: Api, world: World, *, begins: tuple[str, ...] = ("l0", "l
         attempt = await find_attempt(session, f"{job_id}-1")
         await record_job_plan(session, attempt, json.dumps(body), at=utc_now())
         digest = scoped_costs_digest(costs_digest(spec), owner)
-        await record_costs(session, digest, costs, measured_by=MEASURED_BY_GANG, at=utc_now())
+        await record_costs(
+            session, digest, costs, measured_by=MEASURED_BY_GANG, accelerator_type=None, at=utc_now()
+        )
         (await lock_job(session, job_id)).owner = owner
     await measure(api, job_id, made.spec, plan, world)
     return job_id

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from service.orchestrator.decisions.attempt_lifecycle import Capacity
+from service.orchestrator.decisions.attempt_lifecycle import AcceleratorKind, Capacity
 from service.orchestrator.ray.clusters import ClusterWatcher
 from service.orchestrator.ray.jobs_api import RayNode, ResourceUse
 from service.spec.states import NodeMark, NodeState
@@ -57,3 +57,10 @@ async def test_each_type_has_its_total_what_others_hold_and_the_nodes_that_are_l
 async def test_nodes_that_tell_no_type_are_one_pool():
     watcher = await watcher_of([RayNode("d", "10.0.0.4", {"slotline_worker": 16.0, "GPU": 2.0})], [])
     assert watcher.capacity_without({}, ()).types == {}
+
+
+async def test_the_nodes_without_accelerators_of_some_kinds():
+    watcher = await watcher_of(NODES, [])
+    assert watcher.nodes_without([AcceleratorKind("cuda", "A100")]) == ("a", "d")
+    assert watcher.nodes_without([AcceleratorKind("cuda", "H100"), AcceleratorKind("cpu")]) == ("b", "c")
+    assert watcher.nodes_without([]) == ("a", "b", "c", "d")
