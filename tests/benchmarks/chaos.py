@@ -1,10 +1,10 @@
 """Breaks a cluster in every way that one machine can, and asks how each fault was noticed, named and survived.
 
-`make chaos`, up to 30 minutes (Linux, root): Ray nodes with networks of their own (tests/cluster/networked_ray.py) and
-`slotline serve`. One job trains through all faults from which a job goes on, in an order that the seed draws; faults that
-end a job have one each. A fault is named right where the attempt's reason is the one expected, and its message names the
-node that was hit. At the end every step stands in the record once, with the loss of a plain loop, and no
-worker is left.
+`make chaos` (Linux, root): Ray nodes with networks of their own (tests/cluster/networked_ray.py) and `slotline serve`.
+One job trains through all faults from which a job goes on, in an order that the seed draws, as many as fit in `--minutes`;
+faults that end a job have one each. Of two at once the second comes up to three seconds after the first. A fault is named
+right where the attempt's reason is the one expected, and its message names the node that was hit. At the end every step
+stands in the record once, with the loss of a plain loop, and no worker is left.
 Exit status 1 where that is not so, or where a healthy attempt was ended.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -117,13 +118,13 @@ class Injected:
 def kill_worker(site: Site, draw: random.Random) -> Injected:
     k, victim = _draw_worker(site, draw)
     victim.kill()
-    return Injected((site.ray.hosts[k], site.ray.net.addresses[k]))
+    return Injected((site.ray.hosts[k],))
 
 
 def freeze_worker(site: Site, draw: random.Random) -> Injected:
     k, victim = _draw_worker(site, draw)
     victim.send_signal(signal.SIGSTOP)
-    return Injected((site.ray.hosts[k], site.ray.net.addresses[k]))
+    return Injected((site.ray.hosts[k],))
 
 
 def kill_driver(site: Site, draw: random.Random) -> Injected:
@@ -238,6 +239,7 @@ SURVIVED = {
     "user code hangs": Kind(ordered("hangs"), ("SLOT_STALLED",)),
     "accelerator failed": Kind(ordered("accelerator"), ("ACCELERATOR_FAILED",)),
 }
+ORDERED = {"user code exits", "user code hangs", "accelerator failed"}
 FATAL = {"user code raises": ("raises", "USER_CODE_RAISED"), "wrong shape": ("shape", "USER_CODE_RAISED")}
 """What ends a job, with the order to its model, and the reason."""
 
@@ -255,23 +257,24 @@ class Outcome:
 
 
 def survive(site: Site, name: str, draw: random.Random) -> Outcome:
-    """Make a fault while the job trains, and wait until it trains again."""
-    kind = SURVIVED[name]
+    """Make a fault, or two at once, while the job trains, and wait until it trains again."""
+    kinds = [SURVIVED[part] for part in name.split(AND)]
+    reasons = [reason for kind in kinds for reason in kind.reasons]
     site.train(draw.randint(1, 30))
     time.sleep(draw.uniform(0.0, 1.0))
     before = site.attempt()["number"]
     began = time.monotonic()
-    injected = kind.inject(site, draw)
+    injected: list[Injected] = []
     try:
-        if not kind.reasons:
+        for kind in kinds:
+            if injected:
+                time.sleep(draw.uniform(0.0, 3.0))
+            injected.append(kind.inject(site, draw))
+        if not reasons:
             site.train(5)
-            after = site.attempt()
-            return Outcome(
-                name,
-                after["number"] == before,
-                site.server.job(site.job_id)["attempts"][before - 1]["reason"],
-                again_s=time.monotonic() - began,
-            )
+            number = site.attempt()["number"]
+            reason = site.server.job(site.job_id)["attempts"][before - 1]["reason"]
+            return Outcome(name, number == before, reason, again_s=time.monotonic() - began)
 
         def ended() -> dict[str, Any] | None:
             attempt = site.server.job(site.job_id)["attempts"][before - 1]
@@ -279,20 +282,22 @@ def survive(site: Site, name: str, draw: random.Random) -> Outcome:
 
         attempt = until(ended, lambda: site.server.job(site.job_id), every_s=0.1, limit_s=LIMIT_S)
         noticed_s = time.monotonic() - began
-        injected.mend()
-        mended, injected = injected, Injected()
+        names = [made.names for made in injected]
+        while injected:
+            injected.pop().mend()
         site.train(5)
-        named = not mended.names or any(word in attempt["message"] for word in mended.names)
+        named = any(not words or any(word in attempt["message"] for word in words) for words in names)
         return Outcome(
             name,
-            attempt["reason"] in kind.reasons and named,
+            attempt["reason"] in reasons and named,
             attempt["reason"],
             attempt["message"],
             noticed_s,
             time.monotonic() - began,
         )
     finally:
-        injected.mend()
+        for made in injected:
+            made.mend()
         site.ray.wait_until_known(site.server.client)
 
 
@@ -313,12 +318,17 @@ def end(site: Site, name: str, draw: random.Random) -> Outcome:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--moments", type=int, default=10, help="faults of each kind")
+    parser.add_argument("--pairs", type=int, default=0, help="times that two faults come at once")
+    parser.add_argument("--minutes", type=float, default=30.0, help="no fault is made after so long")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kinds", default=",".join([*SURVIVED, *FATAL]), help="separated by commas")
     options = parser.parse_args()
     draw = random.Random(options.seed)
-    faults = [name for name in options.kinds.split(",") for _ in range(options.moments)]
+    kinds = [name for name in options.kinds.split(",") if name]
+    faults = [name for name in kinds for _ in range(options.moments)]
+    faults += draw_pairs([name for name in kinds if name in SURVIVED], options.pairs, draw)
     draw.shuffle(faults)
+    deadline = time.monotonic() + 60 * options.minutes
     os.environ.update(LIMITS)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -328,7 +338,7 @@ def main() -> int:
         (port,) = free_ports(1)
         with Server(Path(folder), ray.environment(port), port) as server:
             ray.wait_until_known(server.client)
-            return run(Site(ray, server, disk), faults, draw)
+            return run(Site(ray, server, disk), faults, draw, deadline)
 
 
 @contextlib.contextmanager
@@ -342,14 +352,31 @@ def small_disk(place: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(place)], check=False)
 
 
-def run(site: Site, faults: list[str], draw: random.Random) -> int:
-    """Make all faults, and compare the job's record with a plain loop's; 0 where everything is as it should be."""
+AND = " and "
+"""Between the names of two faults at once."""
+
+
+def draw_pairs(kinds: list[str], number: int, draw: random.Random) -> list[str]:
+    """Pairs of different kinds; of two orders to the model there is one file."""
+    possible = [
+        f"{one}{AND}{other}"
+        for one, other in itertools.permutations(kinds, 2)
+        if not {one, other} <= ORDERED and SURVIVED[one].reasons + SURVIVED[other].reasons
+    ]
+    return [draw.choice(possible) for _ in range(number)]
+
+
+def run(site: Site, faults: list[str], draw: random.Random, deadline: float) -> int:
+    """Make the faults, and compare the job's record with a plain loop's; 0 where everything is as it should be."""
     spec = site.spec("survivor")
     spec["checkpoint"] = {"uri": str(site.folder / "checkpoints"), "every_steps": 20, "keep": 3}
     site.job_id = site.server.submit(spec)
     outcomes = []
     for number, name in enumerate(faults, start=1):
-        outcome = (survive if name in SURVIVED else end)(site, name, draw)
+        if time.monotonic() > deadline:
+            print(f"{len(faults) - number + 1} faults are left for another run")
+            break
+        outcome = (end if name in FATAL else survive)(site, name, draw)
         outcomes.append(outcome)
         seconds = [f"{s:.1f}" if s is not None else "-" for s in (outcome.noticed_s, outcome.again_s)]
         print(
@@ -376,7 +403,7 @@ def report(outcomes: list[Outcome]) -> None:
     """Print a table by kind."""
     by_kind = defaultdict(list)
     for outcome in outcomes:
-        by_kind[outcome.kind].append(outcome)
+        by_kind["two at once" if AND in outcome.kind else outcome.kind].append(outcome)
     print(f"\n{'kind':28} {'n':>3} {'right':>5} {'noticed s':>16} {'trains again s':>16}")
     for name, found in sorted(by_kind.items()):
         spans = []

@@ -58,6 +58,8 @@ _PLACE_AGAIN_S = 1.0
 _NODE_ID_LABEL = "ray.io/node-id"
 KILL_GRACE_S = 3.0
 CAUSE_GRACE_S = 5.0
+_SILENT_NAMED = 4
+"""The workers that a message names."""
 _CRASH_REPORT_LIMIT_S = (
     30.0  # of all together, on nodes that answer: a process of Ray may have to start first
 )
@@ -199,6 +201,7 @@ class Gang:
         self.meshes: tuple[Mesh, ...] = ()
         self.addresses: tuple[WorkerAddress, ...] = ()
         self._lost_nodes: set[str] = set()
+        self._node_names: Mapping[str, str] = {}
 
     @property
     def workers(self) -> list[ray.actor.ActorHandle]:
@@ -230,6 +233,7 @@ class Gang:
         self.meshes = tuple(meshes)
         left_s = max(1.0, deadline - time.monotonic())
         self.addresses = tuple(self._results(self.ask("address"), Phase.START, "start", left_s))
+        self._node_names = {node.node_id: node.name for node in cluster_nodes()}
         for index, (address, node_id) in enumerate(zip(self.addresses, placed or (), strict=False)):
             if address.node_id != node_id:
                 raise AttemptFailure(
@@ -378,7 +382,7 @@ class Gang:
                     if not failures:
                         deadline = time.monotonic() + CAUSE_GRACE_S
                     index = self._index(error, refs.index(ref))
-                    failures.append((index, call_failure(error, self.name(index), what)))
+                    failures.append((index, call_failure(error, self._located_name(index), what)))
             self._drains.poll()  # also where all have answered at once: steps may be short
             if waiting:
                 self.raise_if_interrupted(phase)
@@ -386,19 +390,22 @@ class Gang:
                 if failures:
                     break
                 late = [refs.index(ref) for ref in waiting]
-                names = ", ".join(map(self.name, late))
+                names = ", ".join(map(self._located_name, late))
                 message = f"{what}: no answer from {names} within {limit_s:.0f} s"
                 raise self._cause([(late[0], AttemptFailure(phase.timeout_reason, message))], what)
         if failures:
             for _, failure in failures if len(failures) > 1 else ():
                 log.error("who waited for whom: %s", failure.message)
-            raise self._cause(failures, what)
+            cause = self._cause(failures, what)
+            if waiting and cause.reason is Reason.SLOT_STALLED:
+                raise self._with_silent_workers(cause, [refs.index(ref) for ref in waiting])
+            raise cause
         return [results[ref] for ref in refs]
 
     def failure(self, error: Exception, index: int, what: str) -> AttemptFailure:
         """The failure that explains the error of a call of worker `index`: of its node, of itself, or what it raised."""
         index = self._index(error, index)
-        return self._cause([(index, call_failure(error, self.name(index), what))], what)
+        return self._cause([(index, call_failure(error, self._located_name(index), what))], what)
 
     def _cause(self, failures: Sequence[tuple[int, AttemptFailure]], what: str) -> AttemptFailure:
         """The failure that explains the others: NODE_LOST where a node of the gang is gone, and a lost worker with its
@@ -416,8 +423,17 @@ class Gang:
         cause = first_cause(found)
         index, _ = failures[found.index(cause)]
         if cause.reason is Reason.ACCELERATOR_FAILED and index < len(self.addresses):
+            located = f"{self._located_name(index)}: {cause.message}"
+            cause = AttemptFailure(cause.reason, located, cause.details)
             cause.nodes = (self.addresses[index].node_id,)
         return cause
+
+    def _with_silent_workers(self, stall: AttemptFailure, silent: Sequence[int]) -> AttemptFailure:
+        """`stall`, which others report, with the workers that said nothing: one that is frozen or hangs is among them."""
+        names = ", ".join(map(self._located_name, silent[:_SILENT_NAMED]))
+        left = len(silent) - _SILENT_NAMED
+        more = f" and {left} more" if left > 0 else ""
+        return AttemptFailure(stall.reason, f"{stall.message}; no word from {names}{more}", stall.details)
 
     def _lost_text(self, lost: Mapping[str, tuple[str, str]]) -> str:
         parts = []
@@ -474,6 +490,13 @@ class Gang:
                 return f"worker {left} of mesh {mesh}"
             left -= size
         return f"call {index}"
+
+    def _located_name(self, index: int) -> str:
+        """The worker with the name of its node, once it has one."""
+        if index >= len(self.addresses):
+            return self.name(index)
+        node_id = self.addresses[index].node_id
+        return f"{self.name(index)} on node {self._node_names.get(node_id, self.addresses[index].node)}"
 
     def _end_processes(self) -> None:
         """Ray asks a process to end; one that is stopped never answers, so it is killed on its node."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import sys
 import threading
@@ -22,7 +23,7 @@ from worker.driver import gang as gang_module
 from worker.driver.gang import Gang, PerWorker, Phase
 from worker.driver.limits import Limits
 from worker.driver.stopping import Cancelled, GracefulStop, Interruption
-from worker.machine.node import WorkerAddress
+from worker.machine.node import WorkerAddress, cluster_nodes
 
 pytestmark = [pytest.mark.ray]
 
@@ -178,7 +179,7 @@ def test_a_cancelled_attempt_does_not_wait_for_a_cluster_that_is_too_small(clust
 def test_a_worker_that_ends_itself_is_lost(cluster):
     with make_gang(1) as gang:
         start(gang)
-        with pytest.raises(AttemptFailure, match="worker 0 of mesh m0 is gone") as caught:
+        with pytest.raises(AttemptFailure, match="worker 0 of mesh m0 on node") as caught:
             gang.call("leave", phase=Phase.STEP, what="step 3")
     assert caught.value.reason == Reason.WORKER_LOST
 
@@ -189,7 +190,7 @@ def test_a_worker_that_dies_in_native_code_is_told_as_that_with_its_action(clust
         start(gang)
         ray.get([w.begin.remote() for w in gang.workers])
         second = gang.workers[1]  # the only one that is called: its place among the calls is not its own
-        with pytest.raises(AttemptFailure, match="worker 0 of mesh m1 is gone") as caught:
+        with pytest.raises(AttemptFailure, match="worker 0 of mesh m1 on node") as caught:
             gang.call("crash", "1W0 of step 3", workers=[second], phase=Phase.STEP, what="step 3")
         addresses = gang.addresses
         assert failures.read_crash_report(addresses[1].process_id).action == "1W0 of step 3"
@@ -230,7 +231,8 @@ def test_a_killed_worker_is_named_at_once(cluster):
         addresses = gang.addresses
         refs = [w.sleep.remote(60) for w in gang.workers]
         os.kill(addresses[1].process_id, signal.SIGKILL)
-        with pytest.raises(AttemptFailure, match="worker 0 of mesh m1 is gone") as caught:
+        here = re.escape(cluster_nodes()[0].name)
+        with pytest.raises(AttemptFailure, match=f"worker 0 of mesh m1 on node {here} is gone") as caught:
             gang.wait(refs, phase=Phase.STEP, what="step 3")  # the other workers sleep for 60 s
         assert caught.value.reason == Reason.WORKER_LOST
     assert_nothing_left(addresses)
@@ -244,10 +246,26 @@ def test_a_stopped_worker_misses_its_limit_and_is_ended_all_the_same(cluster):
         os.kill(addresses[0].process_id, signal.SIGSTOP)
         refs = [w.sleep.remote(0) for w in gang.workers]
         ray.get(refs[1])  # however slow this machine is, only the stopped one has not answered
-        with pytest.raises(AttemptFailure, match="no answer from worker 0 of mesh m0 within 1 s") as caught:
+        with pytest.raises(
+            AttemptFailure, match=r"no answer from worker 0 of mesh m0 on .* within 1 s"
+        ) as caught:
             gang.wait(refs, phase=Phase.CHECKPOINT, what="step 3")
         assert caught.value.reason == Reason.SLOT_STALLED
     assert_nothing_left(addresses)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_silent_while_others_report_a_stall_is_named_with_its_node(cluster, monkeypatch):
+    monkeypatch.setattr(gang_module, "CAUSE_GRACE_S", 2.0)
+    with make_gang() as gang:
+        start(gang)
+        stalled, frozen = gang.workers
+        os.kill(gang.addresses[1].process_id, signal.SIGSTOP)
+        here = re.escape(cluster_nodes()[0].name)
+        named = f"waits for m1.*; no word from worker 0 of mesh m1 on node {here}$"
+        with pytest.raises(AttemptFailure, match=named) as caught:
+            gang.wait([stalled.stall.remote(), frozen.sleep.remote(0)], phase=Phase.STEP, what="step 1")
+        assert caught.value.reason == Reason.SLOT_STALLED
 
 
 @pytest.mark.slow

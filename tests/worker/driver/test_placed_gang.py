@@ -270,7 +270,8 @@ def test_a_failed_accelerator_is_told_with_its_node():
     gang.addresses = tuple(WorkerAddress(f"m{n}", 0, f"10.0.0.{n}", f"id-{n}", 1, "cuda:0") for n in range(2))
     stalled = AttemptFailure(Reason.ILLEGAL_ADDRESS, "it waits")
     failed = AttemptFailure(Reason.ACCELERATOR_FAILED, "Xid 79")
-    assert gang._cause([(0, stalled), (1, failed)], "step 1").nodes == ("id-1",)
+    cause = gang._cause([(0, stalled), (1, failed)], "step 1")
+    assert cause.nodes == ("id-1",) and cause.message == "worker 0 of mesh m1 on node 10.0.0.1: Xid 79"
     assert gang._cause([(0, stalled)], "step 1").nodes == (), "that may be the job's own fault"
 
 
