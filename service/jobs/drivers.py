@@ -28,7 +28,14 @@ from service.orchestrator.attempts import outcome
 from service.orchestrator.attempts.outcome import check_current, end_attempt
 from service.orchestrator.planning.pool import PlanTimeoutError
 from service.orchestrator.planning.work import RunningJob
-from service.scheduler.node_placement import MeshShape, Node, PlacementError, exchanged_bytes, place
+from service.scheduler.node_placement import (
+    MeshShape,
+    Node,
+    PlacementError,
+    exchanged_bytes,
+    place,
+    without_noise,
+)
 from service.scheduler.problem.spec import PipelineSpec
 from service.scheduler.programs.plan import Plan
 from service.schemas.drivers import (
@@ -59,6 +66,7 @@ from service.store.measurements import (
     find_all_costs,
     find_profile,
     last_recorded,
+    measured_links,
     record_costs,
     record_driver_profile,
     scoped_costs_digest,
@@ -179,7 +187,7 @@ async def place_attempt(service: Service, attempt: AttemptRow, request: Placemen
     """The placement of the attempt's workers on these nodes.
 
     The bytes between meshes are those of the job's plan: that of an earlier attempt or a saved one. Where there is none,
-    each mesh counts as exchanging the same with the next.
+    each mesh counts as exchanging the same with the next. Links are as the attempts of any job measured them of late.
     """
     job = await _current_job(service, attempt)
     names = await _node_names(service, attempt.cluster, [node.name for node in request.nodes])
@@ -188,6 +196,9 @@ async def place_attempt(service: Service, attempt: AttemptRow, request: Placemen
         if plan is None and job.saved_plan_id is not None:
             plan = await saved_plan_by_id(session, job.saved_plan_id)
         marks = await node_marks(session, attempt.cluster)
+        links = await measured_links(
+            session, {*names}, attempt.device, cluster=attempt.cluster, now=utc_now()
+        )
     left_out = {
         node_id: mark
         for node_id, name in names.items()
@@ -199,6 +210,7 @@ async def place_attempt(service: Service, attempt: AttemptRow, request: Placemen
         None if plan is None else plan.body,
         accelerator_type=attempt.accelerator_type,
         left_out=left_out,
+        links=links,
     )
     placed = [
         PlacedMeshRow(
@@ -234,9 +246,10 @@ def make_placement(
     *,
     accelerator_type: str | None = None,
     left_out: Mapping[str, NodeMark] = MappingProxyType({}),
+    links: Mapping[tuple[str, str], float] = MappingProxyType({}),
 ) -> PlacementAnswer:
     """The placement of a job with the JSON of its plan, None where it has none, on nodes of this type (None: on those that
-    tell none, where there are any); nothing lands on nodes that are left out."""
+    tell none, where there are any); nothing lands on nodes that are left out. `links` are seconds per byte, as measured."""
     exchanged = None if plan is None else _exchanged_in(plan, len(request.meshes))
     if exchanged is None:
         exchanged = {(mesh, mesh + 1): 1.0 for mesh in range(len(request.meshes) - 1)}
@@ -247,7 +260,12 @@ def make_placement(
         if node.accelerator_type == accelerator_type or takes_any
     ]
     try:
-        placed = place(nodes, [MeshShape(mesh.workers, mesh.tensor) for mesh in request.meshes], exchanged)
+        placed = place(
+            nodes,
+            [MeshShape(mesh.workers, mesh.tensor) for mesh in request.meshes],
+            exchanged,
+            seconds_per_byte=without_noise(nodes, links),
+        )
     except PlacementError as error:
         marks = ", ".join(dict.fromkeys(map(str, left_out.values())))
         refused = f"{error}; nodes that take no work: {marks}" if marks else str(error)

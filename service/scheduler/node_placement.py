@@ -10,6 +10,7 @@ holds the job, improved by swaps; all limits count work and no time, so equal in
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ SAME_NODE, SAME_NVLINK_DOMAIN, SAME_RACK, SAME_ZONE, ELSEWHERE = range(5)
 _EXACT_LIMIT = 20_000
 """Partial placements that branch and bound looks at before it settles for the best one so far."""
 _SWAP_LIMIT = 10_000
+_ALIKE = 2.0
 _WIDE = 500_000
 """Meshes times nodes from which one greedy pass has to do."""
 
@@ -82,7 +84,7 @@ def place(
 
     `bytes_between` are the bytes of a step between two meshes, by their numbers, of both directions together.
     `seconds_per_byte` are measured links by names of nodes; of a pair that is measured both ways the slower one counts.
-    Pairs that were not measured are as far as measured ones of their level on average. Without measurements distances are
+    Pairs that were not measured are as far as the median of measured ones of their level. Without measurements distances are
     0 on a node, then 1 (NVLink domain), 2 (rack), 3 (zone), 4. Raises PlacementError.
     """
     _check_room(nodes, meshes)
@@ -97,6 +99,30 @@ def place(
     spread, _, cost = search.objective(found)
     names = [tuple(cluster.names[node] for node, workers in share for _ in range(workers)) for share in found]
     return Placement(tuple(names), spread, cost, exhaustive)
+
+
+def without_noise(
+    nodes: Sequence[Node], seconds_per_byte: Mapping[tuple[str, str], float]
+) -> dict[tuple[str, str], float]:
+    """The measured links, each as the median of its level where it is within a factor of _ALIKE of it: measurements of
+    equal links differ, and a job should not move for that."""
+    cluster = _Cluster(nodes, {})
+    number_of = {name: number for number, name in enumerate(cluster.names)}
+    level_of = {
+        ends: cluster.level(*(number_of[name] for name in ends))
+        for ends in seconds_per_byte
+        if ends[0] != ends[1] and number_of.keys() >= {*ends}
+    }
+    costs: dict[int, list[float]] = {}
+    for ends, level in level_of.items():
+        costs.setdefault(level, []).append(seconds_per_byte[ends])
+    medians = {level: statistics.median(found) for level, found in costs.items()}
+    return {
+        ends: medians[level]
+        if 1 / _ALIKE <= seconds_per_byte[ends] / medians[level] <= _ALIKE
+        else seconds_per_byte[ends]
+        for ends, level in level_of.items()
+    }
 
 
 def _check_room(nodes: Sequence[Node], meshes: Sequence[MeshShape]) -> None:
@@ -219,9 +245,17 @@ class _Cluster:
             by_level.setdefault(self.level(first, second), []).append(slower)
         if not by_level:
             return [float(level) for level in range(5)]
-        means = {level: sum(costs) / len(costs) for level, costs in by_level.items()}
-        nearest = {level: min(means, key=lambda known: (abs(known - level), known)) for level in range(1, 5)}
-        return [0.0, *(means[known] * level / known for level, known in nearest.items())]
+        medians = {level: statistics.median(costs) for level, costs in by_level.items()}
+        nearest = {
+            level: min(medians, key=lambda known: (abs(known - level), known)) for level in range(1, 5)
+        }
+        distances = [0.0, *(medians[known] * level / known for level, known in nearest.items())]
+        self._measured = {
+            first: own
+            for first, others in self._measured.items()
+            if (own := {b: cost for b, cost in others.items() if cost != distances[self.level(first, b)]})
+        }
+        return distances
 
 
 def _domains(node: Node) -> tuple[Any, Any, Any]:

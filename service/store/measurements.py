@@ -10,12 +10,14 @@ each kind are stored.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
 from sqlalchemy import delete, func, select, tuple_
@@ -25,6 +27,7 @@ from service.settings.clusters import DEFAULT_CLUSTER
 from service.spec.principals import ANONYMOUS
 from service.store.database import upsert
 from service.store.tables import AttemptRow, EvaluationRow, ProfileRow, SlotRow, StepRow, TimelineRow
+from worker.contract.costs import LINK_CACHE_S
 
 StepCursor = tuple[int, int]
 """Number of the attempt, number of the step."""
@@ -143,7 +146,7 @@ async def evaluations_of(
 
 _LINKS_PREFIX = "links of "
 _LINKS_KEY = re.compile(r"links of (cpu|cuda) [0-9a-f]{64}")
-_PROFILES_PER_MODEL, _LINK_PROFILES_LIMIT = 64, 10_000
+_PROFILES_PER_MODEL, _LINK_PROFILES_LIMIT, _LINK_PROFILES_READ = 64, 10_000, 2_000
 
 
 def scoped_profile_key(
@@ -203,6 +206,30 @@ async def record_profile(session: AsyncSession, key: str, body: dict[str, Any], 
 async def find_profile(session: AsyncSession, key: str) -> dict[str, Any] | None:
     profile = await session.get(ProfileRow, key)
     return None if profile is None else profile.body
+
+
+async def measured_links(
+    session: AsyncSession, nodes: Collection[str], device: str, *, cluster: str, now: datetime
+) -> dict[tuple[str, str], float]:
+    """Seconds per byte from node to node (Ray's ids) of these, as the drivers of any job measured them of late."""
+    query = (
+        select(ProfileRow.body)
+        .where(
+            ProfileRow.key.startswith(f"{_cluster_links_prefix(cluster)}{device} ", autoescape=True),
+            ProfileRow.created_at > now - timedelta(seconds=LINK_CACHE_S),
+        )
+        .order_by(ProfileRow.created_at.desc(), ProfileRow.key)
+        .limit(_LINK_PROFILES_READ)
+    )
+    links = dict[tuple[str, str], float]()
+    for body in (await session.execute(query)).scalars():
+        with contextlib.suppress(LookupError, TypeError, ValueError, ZeroDivisionError):  # a driver wrote it
+            names = body["nodes"]
+            for source, target, _, bytes_per_s in body["links"]:
+                ends = names[source], names[target]
+                if {*ends} <= {*nodes} and 0 < (cost := 1 / float(bytes_per_s)) < math.inf:
+                    links.setdefault(ends, cost)
+    return links
 
 
 MEASURED_BY_GANG, MEASURED_BY_ONE_WORKER = "gang", "one worker"

@@ -36,6 +36,9 @@ def mean_engine_costs(measured: Sequence[EngineCosts]) -> EngineCosts:
     )
 
 
+LINK_CACHE_S = 6 * 3600.0
+"""Seconds for which measured links hold: what a cloud's network gives one hour it may not give the next day."""
+
 # worker/tasks/profile.py reads its request from this variable of the environment, and answers in a line with this mark.
 PROFILE_REQUEST_VARIABLE = "SLOTLINE_PROFILE_JOB"
 PROFILE_RESULT_MARK = "SLOTLINE_COSTS "

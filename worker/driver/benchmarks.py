@@ -22,7 +22,7 @@ from typing import Any
 from worker.benchmark.links import Probe, ProbeResult, choose_probes, endpoint, network_spec
 from worker.benchmark.plan_request import MeshKind
 from worker.benchmark.slowdowns import MeshPace
-from worker.contract.costs import EngineCosts, UpdateCosts, mean_engine_costs
+from worker.contract.costs import LINK_CACHE_S, EngineCosts, UpdateCosts, mean_engine_costs
 from worker.contract.job import Job
 from worker.contract.profile import (
     LayerProfile,
@@ -44,7 +44,6 @@ log = logging.getLogger(__name__)
 
 PROBE_LIMIT_S = 10.0
 ENGINE_LIMIT_S = 60.0
-LINK_CACHE_S = 6 * 3600.0  # what a cloud's network gives one hour it may not give the next day
 PROCESSOR_CACHE_S = 600.0  # what others leave of a processor changes within minutes
 _LINK_CACHE_FORMAT = 1
 _SHARES_CACHE_FORMAT = 1
@@ -221,7 +220,10 @@ class GangMeasurements:
         missing = [probe for probe in probes if probe not in results]
         for probe, measured in self._measure(missing).items():
             results[probe] = measured
-            self._control.store_profile(self._key(probe), link_cache_entry(probe, measured, at=time.time()))
+            nodes = self._nodes_of_probe(probe)
+            self._control.store_profile(
+                self._key(probe), link_cache_entry(probe, measured, nodes, at=time.time())
+            )
         measured = [results[probe] for probe in probes]
         network = network_spec(probes, measured, self._nodes_of, loops=loops, skips=skips)
         if probes:
@@ -379,8 +381,11 @@ class GangMeasurements:
 
     def _key(self, probe: Probe) -> str:
         """The nodes by their identity (addresses come back on other nodes) and in the order of their roles."""
+        return self._key_of("links", self._nodes_of_probe(probe))
+
+    def _nodes_of_probe(self, probe: Probe) -> list[str]:
         index_of, addresses = self._index_of, self._gang.addresses
-        return self._key_of("links", [addresses[index_of[end]].node_id for end in (probe.hub, *probe.peers)])
+        return [addresses[index_of[end]].node_id for end in (probe.hub, *probe.peers)]
 
     def _key_of(self, what: str, nodes: Iterable[str]) -> str:
         """The cache key of measurements on these nodes, by their identity, in this order."""
@@ -500,10 +505,18 @@ def _names(nodes: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(nodes))
 
 
-def link_cache_entry(probe: Probe, measured: ProbeResult, *, at: float) -> dict[str, Any]:
-    """JSON of a probe's result, by the roles of its meshes: other jobs have other meshes on the same nodes."""
+def link_cache_entry(
+    probe: Probe, measured: ProbeResult, nodes: Sequence[str], *, at: float
+) -> dict[str, Any]:
+    """JSON of a probe's result, by the roles of its meshes: other jobs have other meshes on the same nodes. `nodes` are
+    Ray's ids of the nodes in these roles, for placements."""
     role_of = {mesh: role for role, mesh in enumerate((probe.hub, *probe.peers))}
-    return {"format": _LINK_CACHE_FORMAT, "measured_at": at, **measured.to_json(role_of)}
+    return {
+        "format": _LINK_CACHE_FORMAT,
+        "measured_at": at,
+        "nodes": list(nodes),
+        **measured.to_json(role_of),
+    }
 
 
 def links_from_cache(probe: Probe, body: Mapping[str, Any], *, now: float) -> ProbeResult | None:

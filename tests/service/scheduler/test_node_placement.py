@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.scheduler.node_placement import MeshShape, Node, PlacementError, place
+from service.scheduler.node_placement import MeshShape, Node, PlacementError, place, without_noise
 from tests.work import Work
 
 
@@ -216,3 +216,46 @@ def test_ten_thousand_accelerators_are_placed_near_each_other(nodes, accelerator
     assert max(Counter(itertools.chain(*found.nodes)).values()) == accelerators
     worst = 4.0 * sum(exchanged.values())
     assert found.bytes_distance < 0.65 * worst, "neighbours are near"
+
+
+def test_links_that_differ_by_noise_are_alike_and_a_slow_one_is_avoided():
+    nodes = idle(4, 1)
+    noisy = {("n0", "n1"): 1.3e-9, ("n0", "n2"): 1.0e-9, ("n1", "n2"): 0.8e-9, ("n0", "elsewhere"): 1.0}
+    meshes, bytes_between = [MeshShape(1)] * 2, chain(2)
+    unmeasured = place(nodes, meshes, bytes_between)
+    alike = without_noise(nodes, noisy)
+    assert set(alike.values()) == {1.0e-9} and ("n0", "elsewhere") not in alike
+    assert place(nodes, meshes, bytes_between, seconds_per_byte=alike).nodes == unmeasured.nodes
+    slow = without_noise(nodes, noisy | {("n0", "n1"): 1e-8})
+    assert slow["n0", "n1"] == 1e-8
+    found = place(nodes, meshes, bytes_between, seconds_per_byte=slow)
+    assert {"n0", "n1"} != {name for (name,) in found.nodes} and found.bytes_distance == pytest.approx(1e-9)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.floats(0.75, 1.4), min_size=10, max_size=10), shapes, sizes)
+def test_noise_moves_no_job(noise, meshes, exchanged):
+    nodes = [Node(f"n{i}", 2, 2, rack=f"r{i // 3}", zone="z") for i in range(5)]
+    pairs = list(itertools.combinations(range(5), 2))
+    links = {
+        (f"n{a}", f"n{b}"): factor * distance(nodes[a], nodes[b]) * 1e-9
+        for (a, b), factor in zip(pairs, noise, strict=True)
+    }
+    meshes = [MeshShape(workers) for workers, _ in meshes]
+    bytes_between = dict(zip(itertools.combinations(range(len(meshes)), 2), exchanged, strict=False))
+    try:
+        expected = place(nodes, meshes, bytes_between)
+    except PlacementError:
+        return
+    alike = without_noise(nodes, links)
+    if len({cost for cost in alike.values()}) == 2:  # otherwise the two levels are out of proportion
+        found = place(nodes, meshes, bytes_between, seconds_per_byte=alike)
+        assert found.spread == expected.spread
+        assert score(nodes, found.nodes, bytes_between, lambda a, b: apart(nodes, a, b)) == score(
+            nodes, expected.nodes, bytes_between, lambda a, b: apart(nodes, a, b)
+        )
+
+
+def apart(nodes: list[Node], a: str, b: str) -> int:
+    node_of = {node.name: node for node in nodes}
+    return distance(node_of[a], node_of[b])

@@ -13,10 +13,10 @@ from tests.worker.driver.fake_gang import FakeActor, FakeGang
 from tests.worker.driver.test_planning import JOB
 from worker.benchmark.links import ConcurrentTransfers, Link, ProbeResult
 from worker.benchmark.slowdowns import MeshPace
-from worker.contract.costs import EngineCosts, LinearCost, UpdateCosts
+from worker.contract.costs import LINK_CACHE_S, EngineCosts, LinearCost, UpdateCosts
 from worker.contract.job import Code
 from worker.driver import benchmarks
-from worker.driver.benchmarks import LINK_CACHE_S, PROCESSOR_CACHE_S, GangMeasurements
+from worker.driver.benchmarks import PROCESSOR_CACHE_S, GangMeasurements
 from worker.driver.limits import Limits
 from worker.machine.node import WorkerAddress
 

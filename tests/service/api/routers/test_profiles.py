@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 from service.store import measurements as room
+from service.store.database import utc_now
 from service.store.tables import ProfileRow
 from tests.service.api.conftest import Api, ApiMaker
 from tests.service.api.routers.test_jobs import problem
+from worker.benchmark.links import Link, Probe, ProbeResult
+from worker.contract.costs import LINK_CACHE_S
+from worker.driver.benchmarks import link_cache_entry
 
 KEY = {"key": "ab" * 32}
 LINKS = {"key": f"links of cpu {'cd' * 32}"}
@@ -41,6 +47,36 @@ async def test_what_links_cost_is_shared_by_all_and_nothing_else_is_that_looks_s
     for key in ("links of cpu", "links of everything", f"costs of {'ab' * 32} by gang"):
         await api.driver(mine, "PUT", "/profile", params={"key": key}, json={})
         problem(await api.driver(other, "GET", "/profile", params={"key": key}), 404)
+
+
+async def test_a_job_is_placed_by_the_links_that_another_measured_of_late(api: Api):
+    measured = await _started(api, model=OTHER_MODEL)
+    pair = Probe("m0/0", ("m1/0",))
+
+    async def know(first: int, second: int, bytes_per_s: float) -> None:
+        links = (Link("m0/0", "m1/0", 1e-4, bytes_per_s), Link("m1/0", "m0/0", 1e-4, bytes_per_s))
+        entry = link_cache_entry(pair, ProbeResult(links, ()), [f"id-{first}", f"id-{second}"], at=0.0)
+        key = {"key": f"links of cpu {first:032x}{second:032x}"}
+        await api.driver(measured, "PUT", "/profile", params=key, json=entry)
+
+    async def nodes(job_id: str) -> list[list[str]]:
+        offered = [{"name": f"id-{n}", "free": 1, "total": 1} for n in (1, 2, 3)]
+        request = {"nodes": offered, "meshes": [{"workers": 1}] * 2}
+        return (await api.driver(job_id, "POST", "/placement", json=request)).json()["workers"]
+
+    for first, second, bytes_per_s in ((1, 2, 8e8), (1, 3, 1e9), (2, 3, 1.2e9)):
+        await know(first, second, bytes_per_s)
+    job_id = await _started(api)
+    assert await nodes(job_id) == [["id-1"], ["id-2"]], "alike but for noise: the order of nodes decides"
+    await know(1, 2, 1e8)
+    apart = await nodes(job_id)
+    assert apart != [["id-1"], ["id-2"]] and ["id-3"] in apart
+    await api.driver(measured, "PUT", "/profile", params=LINKS, json={"nodes": [7], "links": [[0, 1]]})
+    assert await nodes(job_id) == apart, "what is no measurement says nothing"
+    async with api.service.database.write() as session:
+        stale = utc_now() - timedelta(seconds=LINK_CACHE_S + 1)
+        await session.execute(update(ProfileRow).values(created_at=stale))
+    assert await nodes(job_id) == [["id-1"], ["id-2"]]
 
 
 async def test_of_one_model_the_newest_profiles_are_kept(api: Api, monkeypatch: pytest.MonkeyPatch):
