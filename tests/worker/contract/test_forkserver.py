@@ -93,6 +93,17 @@ def server(tmp_path):
     made.process.wait()
 
 
+def test_a_process_that_ends_at_once_is_known_with_its_end():
+    """On a busy machine both lines of the server are there before the first is read: the end was lost, and its code 1."""
+    server, spawned = socket.socketpair()
+    with server, spawned:
+        server.sendall(b'{"process": 7}\n{"code": 4, "signal": 0}\n')
+        assert spawn._receive(spawned) == {"process": 7}
+        assert spawn._receive(spawned) == {"code": 4, "signal": 0}
+        server.close()
+        assert spawn._receive(spawned) is None
+
+
 def test_a_program_is_given_what_an_interpreter_gives_it(server):
     assert server.forks()
     path = server.program(PRINT_ALL)

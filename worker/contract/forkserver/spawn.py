@@ -81,11 +81,11 @@ def _fork(server: socket.socket) -> int | None:
 
 
 def _receive(server: socket.socket) -> dict | None:
-    """One line of JSON; None where the other end is gone."""
+    """One line of JSON, without what came with it of the next; None where the other end is gone."""
     line = b""
     while not line.endswith(b"\n"):
         try:
-            piece = server.recv(4096)
+            piece = server.recv(1)
         except ConnectionError:
             piece = b""
         if not piece:
