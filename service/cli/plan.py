@@ -39,7 +39,7 @@ from service.spec.names import NAME_PATTERN
 if TYPE_CHECKING:
     from service.client.client import Client
     from service.scheduler.problem.spec import PipelineSpec
-    from service.schemas.plans import JobPlanPreview
+    from service.schemas.plans import ForecastView, JobPlanPreview
 
 # A search may pass its budget by a share of it, but by some seconds at least.
 _SEARCH_GRACE_SHARE = 0.2
@@ -285,6 +285,7 @@ def job_plan_text(preview: JobPlanPreview) -> str:
         f"schedule   {plan['chosen']} ({proven}), bubble {plan['bubble_ratio']:.1%}",
         f"chosen     {spec['microbatches']} microbatches, {len(spec['stages'])} stages on {len(spec['meshes'])} meshes",
         f"measured   by {'the workers of an attempt' if preview.measured_by == 'gang' else 'one worker'}",
+        *_forecast_lines(preview.forecast),
         "",
     ]
     rows = [("stage", "mesh", "begins at", "forward", "backward", "")]
@@ -320,6 +321,23 @@ def job_plan_text(preview: JobPlanPreview) -> str:
             )
         )
     return "\n".join([*lines, *_aligned_columns(rows)]) + "\n"
+
+
+def _forecast_lines(forecast: ForecastView | None) -> list[str]:
+    if forecast is None:
+        return []
+    from service.scheduler.why.measured import duration_text
+
+    step, peak = forecast.step_s, forecast.peak_bytes
+    memory = (
+        ""
+        if peak is None
+        else f", a worker's memory {_mebibytes(int(peak.low))} to {_mebibytes(int(peak.high))}"
+    )
+    return [
+        f"likely     {duration_text(step.low)} to {duration_text(step.high)} a step, about {duration_text(step.middle)}"
+        f"{memory}: nine of ten times, after {forecast.runs} runs of {forecast.of}"
+    ]
 
 
 def _aligned_columns(rows: list[tuple[str, ...]]) -> list[str]:

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from service.jobs.explain import calibration_slots
 from service.jobs.lifecycle import existing_job
 from service.jobs.problems import ProblemCode, ProblemError
-from service.jobs.saved_plans import planning_timeout_problem, saved_plan_for_planner
+from service.jobs.saved_plans import planned_values, planning_timeout_problem, saved_plan_for_planner
 from service.jobs.service import RunWork, Service, with_fields
 from service.jobs.views import checkpoint_view
 from service.observability.tracing import Span, attempt_context, exporting, record_span
@@ -67,8 +67,10 @@ from service.store.measurements import (
     find_profile,
     last_recorded,
     measured_links,
+    model_key,
     record_costs,
     record_driver_profile,
+    record_planned,
     scoped_costs_digest,
     scoped_profile_key,
 )
@@ -311,9 +313,17 @@ async def plan_attempt(service: Service, attempt: AttemptRow, costs: dict[str, A
             plan = await with_fields(plan, last={"nodes": nodes})
     except PlanTimeoutError as error:  # not 503: a driver that asked again would wait again
         raise planning_timeout_problem(error) from None
+    planned_step_s, planned_peak_bytes = await asyncio.to_thread(planned_values, plan)
     async with service.database.write() as session:
         await _check_current(session, attempt)
         await record_job_plan(session, attempt, plan, at=utc_now())
+        await record_planned(
+            session,
+            attempt.id,
+            step_s=planned_step_s,
+            peak_bytes=planned_peak_bytes,
+            model=model_key(spec, job.owner, attempt.cluster),
+        )
         digest = scoped_costs_digest(costs_digest(spec), job.owner, attempt.cluster)
         await record_costs(
             session,

@@ -15,19 +15,22 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
+from pydantic_core import from_json
 from sqlalchemy.exc import IntegrityError
 
 from service.jobs.problems import ProblemCode, ProblemError, field_problem
 from service.jobs.service import RunWork, Service, with_fields
 from service.orchestrator.planning.pool import PlanTimeoutError
 from service.orchestrator.planning.work import SavedPlanInput
-from service.orchestrator.tasks.profile import ProfileRequest, ProfilingFailedError
+from service.orchestrator.tasks.profile import ProfileRequest, ProfilingFailedError, usual_kind
 from service.orchestrator.tasks.runner import TaskState
+from service.scheduler.why.calibration import FEWEST_RUNS, forecast
 from service.schemas.plans import JobPlanPreview, SavedPlanList, SavedPlanSummary, SavedPlanView
 from service.spec.job import JobSpec
 from service.spec.principals import Principal
 from service.store.database import utc_now
 from service.store.files import KEEP_PLANS_DAYS
+from service.store.measurements import model_key, past_runs
 from service.store.plans import (
     NewSavedPlan,
     TooManySavedPlansError,
@@ -68,19 +71,17 @@ async def preview_plan(
     With `name` the plan is saved; the same job again answers the saved one. `run` awaits the planner.
     """
     named = await plan_named_by(service, spec, caller)
+    job, cluster = spec.model_dump(mode="json"), service.settings.queues[spec.queue].cluster
     if name is not None:
         if named is not None:
             raise ProblemError(
                 422, f"the job names the plan {spec.plan!r}: leave out `plan`, or the new name"
             )
         if (saved := await _own_saved_plan(service, caller, name, spec)) is not None:
-            return await saved_plan_preview(saved)
-    job = spec.model_dump(mode="json")
+            return await _with_forecast(service, job, caller, await saved_plan_preview(saved), cluster)
     try:
         counts = microbatch_counts(Job.from_json(job))
-        known = await service.profiler.result(
-            ProfileRequest(job, counts, caller.name), cluster=service.settings.queues[spec.queue].cluster
-        )
+        known = await service.profiler.result(ProfileRequest(job, counts, caller.name), cluster=cluster)
     except ProfilingFailedError as error:
         raise ProblemError(422, f"the job could not be measured: {error}") from None
     if known is TaskState.RUNNING:
@@ -99,10 +100,57 @@ async def preview_plan(
         raise planning_timeout_problem(error) from None
     provenance = PlanProvenance(known.measured_by, known.costs.get("notes") or [])
     if name is None:
-        return await with_fields(plan, first=asdict(provenance))
-    return await saved_plan_preview(
-        await _save_new_plan(service, caller, name, spec, known.costs, plan, provenance)
+        preview = await with_fields(plan, first=asdict(provenance))
+    else:
+        preview = await saved_plan_preview(
+            await _save_new_plan(service, caller, name, spec, known.costs, plan, provenance)
+        )
+    return await _with_forecast(service, job, caller, preview, cluster)
+
+
+async def _with_forecast(
+    service: Service, job: Mapping[str, Any], caller: Principal, preview: str, cluster: str
+) -> str:
+    return await with_fields(
+        preview, last={"forecast": await _forecast(service, job, caller, preview, cluster)}
     )
+
+
+async def _forecast(
+    service: Service, job: Mapping[str, Any], caller: Principal, plan: str, cluster: str
+) -> dict[str, Any] | None:
+    """JSON of a ForecastView of what the attempts of the same model, or else of any, made of their plans on such
+    accelerators; None where these are too few."""
+    capacity = service.clusters.of(cluster).watcher.capacity
+    kind = None if capacity is None else usual_kind(job, capacity)
+    step_s, peak_bytes = await asyncio.to_thread(planned_values, plan)
+    if kind is None or step_s is None:
+        return None
+    async with service.database.read() as session:
+        runs = await past_runs(
+            session, cluster=cluster, device=kind.device, accelerator_type=kind.accelerator_type
+        )
+    model = model_key(job, caller.name, cluster)
+    own = [run for run in runs if run.model == model]
+    like, chosen = ("this model", own) if len(own) >= FEWEST_RUNS else ("these accelerators", runs)
+    expected_s = forecast(step_s, [run.step for run in chosen])
+    if expected_s is None:
+        return None
+    peaks = [run.peak for run in chosen if run.peak is not None]
+    peak = None if peak_bytes is None else forecast(peak_bytes, peaks)
+    return {
+        "runs": len(chosen),
+        "of": like,
+        "step_s": asdict(expected_s),
+        "peak_bytes": None if peak is None else asdict(peak),
+    }
+
+
+def planned_values(plan: str) -> tuple[float | None, int | None]:
+    """The planned step in seconds, and the most memory in bytes that a worker needs, in the JSON of a JobPlanView."""
+    body = from_json(plan)
+    peaks = [mesh.get("peak_memory_bytes") for mesh in body["plan"].get("meshes") or ()]
+    return body.get("step_s"), max((peak for peak in peaks if peak), default=None)
 
 
 def planning_timeout_problem(error: PlanTimeoutError) -> ProblemError:

@@ -132,11 +132,32 @@ class StepPlansView(BaseModel):
     plans: list[JobPlanView | None]
 
 
+class RangeView(BaseModel):
+    """The value to expect, and bounds between which it is in nine of ten runs."""
+
+    low: float
+    middle: float
+    high: float
+
+
+class ForecastView(BaseModel):
+    """The step and memory to expect, after what `runs` attempts on such accelerators made of their plans: those of this
+    model, where there are enough, or of any."""
+
+    runs: int
+    of: Literal["this model", "these accelerators"]
+    step_s: RangeView
+    peak_bytes: RangeView | None = Field(description="Most memory of a worker; null where none was measured")
+
+
 class JobPlanPreview(JobPlanView):
     """The plan of a job that does not train. `notes` say what was assumed where it was not measured."""
 
     measured_by: Literal["gang", "one worker"]
     notes: list[str]
+    forecast: ForecastView | None = Field(
+        default=None, description="Null where too few jobs have trained on such accelerators"
+    )
 
 
 class ProfilingView(BaseModel):

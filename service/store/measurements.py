@@ -15,13 +15,15 @@ import hashlib
 import json
 import math
 import re
+import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
-from sqlalchemy import delete, func, select, tuple_
+from sqlalchemy import delete, func, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import defer
 
 from service.settings.clusters import DEFAULT_CLUSTER
 from service.spec.principals import ANONYMOUS
@@ -169,11 +171,16 @@ def _cluster_links_prefix(cluster: str) -> str:
 
 
 def _model_prefix(spec: Mapping[str, Any], owner: str, cluster: str) -> str:
+    return f"model {model_key(spec, owner, cluster)} "
+
+
+def model_key(spec: Mapping[str, Any], owner: str, cluster: str) -> str:
+    """A digest that is equal for jobs (JSON of JobSpecs) of one model and code of an owner on a cluster."""
     parts = [spec.get("model"), spec.get("code"), *(spec[name] for name in ("env",) if spec.get(name))]
     parts += [{"owner": owner}] if owner else []
     parts += [] if cluster == DEFAULT_CLUSTER else [{"cluster": cluster}]
     text = json.dumps(parts, sort_keys=True, default=str)
-    return f"model {hashlib.sha256(text.encode()).hexdigest()} "
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 async def record_driver_profile(
@@ -317,6 +324,63 @@ def _without_type(costs: dict[str, Any]) -> dict[str, Any]:
 
 def _costs_key(digest: str, measured_by: str) -> str:
     return f"costs of {digest} by {measured_by}"
+
+
+async def record_planned(
+    session: AsyncSession, attempt_id: str, *, step_s: float | None, peak_bytes: int | None, model: str
+) -> None:
+    """Store what is planned of an attempt of a `model_key` before anything of it was measured."""
+    planned = {"planned_step_s": step_s, "planned_peak_bytes": peak_bytes, "model_key": model}
+    await session.execute(update(AttemptRow).where(AttemptRow.id == attempt_id).values(planned))
+
+
+class PastRun(NamedTuple):
+    """Measured over planned values of an attempt, and its `model_key`; `peak` is None where memory was not measured."""
+
+    model: str
+    step: float
+    peak: float | None
+
+
+_PAST_RUNS, _PAST_STEPS, _FEWEST_PAST_STEPS = 60, 20, 5
+
+
+async def past_runs(
+    session: AsyncSession, *, cluster: str, device: str, accelerator_type: str | None
+) -> list[PastRun]:
+    """The newest attempts on such accelerators that trained by a plan, with the median of their last steps."""
+    query = (
+        select(AttemptRow)
+        .options(defer(AttemptRow.log))
+        .where(
+            AttemptRow.cluster == cluster,
+            AttemptRow.device == device,
+            AttemptRow.accelerator_type == accelerator_type,
+            AttemptRow.planned_step_s > 0,
+        )
+        .order_by(AttemptRow.created_at.desc(), AttemptRow.id)
+        .limit(_PAST_RUNS)
+    )
+    runs = []
+    for attempt in (await session.execute(query)).scalars().all():
+        last_steps = (
+            select(StepRow.step_s)
+            .where(StepRow.job_id == attempt.job_id, StepRow.attempt == attempt.number, StepRow.step_s > 0)
+            .order_by(StepRow.step.desc())
+            .limit(_PAST_STEPS)
+        )
+        steps = (await session.execute(last_steps)).scalars().all()
+        if len(steps) < _FEWEST_PAST_STEPS or attempt.planned_step_s is None:
+            continue
+        peak, planned = max((attempt.peak_memory_bytes or {}).values(), default=0), attempt.planned_peak_bytes
+        runs.append(
+            PastRun(
+                attempt.model_key or "",
+                statistics.median(steps) / attempt.planned_step_s,
+                peak / planned if peak and planned else None,
+            )
+        )
+    return runs
 
 
 _LATEST_TIMELINE_FIRST = (TimelineRow.attempt.desc(), TimelineRow.step.desc())

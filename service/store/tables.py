@@ -176,7 +176,11 @@ WITHOUT_SPEC = defer(JobRow.spec, raiseload=True)
 
 class AttemptRow(Base):
     __tablename__ = "attempts"
-    __table_args__ = (UniqueConstraint("job_id", "number"), Index("ix_attempts_state", "state"))
+    __table_args__ = (
+        UniqueConstraint("job_id", "number"),
+        Index("ix_attempts_state", "state"),
+        Index("ix_attempts_cluster_device_created", "cluster", "device", "created_at"),
+    )
 
     id: Mapped[str] = mapped_column(String(60), primary_key=True)
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"))
@@ -211,6 +215,11 @@ class AttemptRow(Base):
     """The last step that its job had reported when it failed."""
     cluster: Mapped[str] = mapped_column(String(100), default=DEFAULT_CLUSTER, server_default=DEFAULT_CLUSTER)
     """Name of the Ray cluster that it began on, whatever the settings say now."""
+    planned_step_s: Mapped[float | None] = mapped_column(Double)
+    """Of the plan with which it began, before anything was measured; and the most memory that it needs of a worker."""
+    planned_peak_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    model_key: Mapped[str | None] = mapped_column(String(64))
+    """Equal for attempts of one owner's model and code."""
 
     @property
     def attempt_state(self) -> AttemptState:

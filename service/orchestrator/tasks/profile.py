@@ -14,8 +14,8 @@ from typing import Any
 from service.orchestrator.decisions.attempt_lifecycle import (
     RAY_RESOURCES,
     AcceleratorKind,
+    Capacity,
     device_of,
-    resource_text,
 )
 from service.orchestrator.ray.clusters import Clusters, NamedCluster, working_dir_uri
 from service.orchestrator.ray.jobs_api import ClusterError, RayJobSubmission
@@ -86,7 +86,15 @@ class ProfileTask(Task[ProfileRequest, MeasuredCosts]):
     async def perform(self, request: ProfileRequest, cluster: NamedCluster) -> None:
         if await run_to_completion(self._find(request, cluster.name)) is not None:
             return  # the last run ended just when its costs were looked for
-        kind = self._kind(request.spec, cluster)
+        named = "the Ray cluster" if len(self._clusters) == 1 else f"the Ray cluster {cluster.name}"
+        if (capacity := cluster.watcher.capacity) is None:
+            raise ProfilingFailedError(f"{named} does not answer: ask again when it does")
+        kind = usual_kind(request.spec, capacity)
+        if kind is None:
+            raise ProfilingFailedError(
+                f"{named} has no accelerators of type {request.spec['resources']['accelerator']}: ask again when it has, "
+                "or ask without resources.accelerator"
+            )
         submission = await self._submission(request.spec, kind, cluster)
         costs = await self.run_in_ray(cluster, submission, read_profile_result)
         await run_to_completion(self._record(request.digest(cluster.name), costs, kind.accelerator_type))
@@ -119,23 +127,6 @@ class ProfileTask(Task[ProfileRequest, MeasuredCosts]):
                 at=utc_now(),
             )
 
-    def _kind(self, spec: Mapping[str, Any], cluster: NamedCluster) -> AcceleratorKind:
-        """Return the accelerators to measure the job on; without a type, of the type that the cluster has most of."""
-        capacity, resources = cluster.watcher.capacity, spec["resources"]
-        named = "the Ray cluster" if len(self._clusters) == 1 else f"the Ray cluster {cluster.name}"
-        if capacity is None:
-            raise ProfilingFailedError(f"{named} does not answer: ask again when it does")
-        gang = sum(resources.get("workers") or [resources["workers_per_mesh"]] * (resources["meshes"] or 1))
-        wanted = resources.get("accelerator")
-        device = device_of(resources["device"], gang, capacity, accelerator_type=wanted)
-        there = {each: part.in_all(device) for each, part in capacity.by_type.items()}
-        if wanted is not None and not there.get(wanted):
-            raise ProfilingFailedError(
-                f"{named} has no {resource_text(device, wanted)}: ask again when it has, or ask without "
-                "resources.accelerator"
-            )
-        return AcceleratorKind(device, max(there, key=there.__getitem__) if wanted is None else wanted)
-
     async def _submission(
         self, spec: Mapping[str, Any], kind: AcceleratorKind, cluster: NamedCluster
     ) -> RayJobSubmission:
@@ -157,6 +148,19 @@ class ProfileTask(Task[ProfileRequest, MeasuredCosts]):
             resources={RAY_RESOURCES[kind.device]: 1 if kind.device == "cpu" else gpu_share(workers_per_gpu)},
             avoid=cluster.watcher.nodes_without([kind]),
         )
+
+
+def usual_kind(spec: Mapping[str, Any], capacity: Capacity) -> AcceleratorKind | None:
+    """The accelerators that a job (JSON of a JobSpec) would have: where it asks for no type, the type of which there are
+    most; None where there are none of the type that it asks for."""
+    resources = spec["resources"]
+    gang = sum(resources.get("workers") or [resources["workers_per_mesh"]] * (resources["meshes"] or 1))
+    wanted = resources.get("accelerator")
+    device = device_of(resources["device"], gang, capacity, accelerator_type=wanted)
+    there = {each: part.in_all(device) for each, part in capacity.by_type.items()}
+    if wanted is not None:
+        return AcceleratorKind(device, wanted) if there.get(wanted) else None
+    return AcceleratorKind(device, max(there, key=there.__getitem__))
 
 
 def read_profile_result(output: str) -> dict[str, Any] | None:

@@ -13,10 +13,11 @@ several steps the median. Where microbatches do not differ it is exactly the mea
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, median
+from statistics import NormalDist, fmean, median, stdev
 from typing import Any
 
 from service.scheduler.problem.spec import PipelineSpec
@@ -223,3 +224,45 @@ def behind_makespan_s(slots: Sequence[TimedSlot]) -> float:
 
 def _deviation(values: Sequence[float], middle: float) -> float:
     return median(abs(value - middle) for value in values)
+
+
+COVERAGE = 0.9
+"""The share of ranges that hold."""
+FEWEST_RUNS = 3
+_STUDENT_T = (
+    *(6.3138, 2.9200, 2.3534, 2.1318, 2.0150, 1.9432, 1.8946, 1.8595, 1.8331, 1.8125),
+    *(1.7959, 1.7823, 1.7709, 1.7613, 1.7531, 1.7459, 1.7396, 1.7341, 1.7291, 1.7247),
+    *(1.7207, 1.7171, 1.7139, 1.7109, 1.7081, 1.7056, 1.7033, 1.7011, 1.6991, 1.6973),
+)
+"""95 % points, by degrees of freedom from 1 on; beyond, those of the normal distribution are less than 2 % shorter."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The value to expect, and the bounds between which it is with a probability of COVERAGE."""
+
+    low: float
+    middle: float
+    high: float
+
+
+def forecast(planned: float, ratios: Sequence[float]) -> Forecast | None:
+    """The measured value to expect of a `planned` one, where `ratios` are measured over planned values of runs like it; None
+    where these are fewer than FEWEST_RUNS.
+
+    The logarithms of the ratios count as a sample of a normal distribution of unknown mean and spread, of which the next is
+    another: the bounds are the prediction interval by Student's t (Hahn and Meeker, Statistical Intervals, section 4.8).
+    ValueError for a ratio that is not a positive number.
+    """
+    if any(not 0 < ratio < math.inf for ratio in ratios):
+        raise ValueError(f"ratios of measured to planned values are positive numbers, not {list(ratios)}")
+    if len(ratios) < FEWEST_RUNS:
+        return None
+    logs = [math.log(ratio) for ratio in ratios]
+    middle, freedom = fmean(logs), len(logs) - 1
+    quantile = (
+        _STUDENT_T[freedom - 1] if freedom <= len(_STUDENT_T) else NormalDist().inv_cdf((1 + COVERAGE) / 2)
+    )
+    half = quantile * stdev(logs) * math.sqrt(1 + 1 / len(logs))
+    low, high = (planned * math.exp(middle + sign * half) for sign in (-1, 1))
+    return Forecast(low, planned * math.exp(middle), high)

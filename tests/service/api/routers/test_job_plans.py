@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 
+from service.cli.plan import job_plan_text
 from service.orchestrator.decisions.attempt_lifecycle import RayJob, RayState
 from service.orchestrator.ray.jobs_api import RayNode
 from service.orchestrator.tasks import profile
 from service.scheduler.job.cut import PipelineSetup
 from service.scheduler.job.joint import JointSearchRequest, plan_jointly
 from service.scheduler.problem.spec import MeshSpec, NetworkSpec
+from service.scheduler.why.calibration import forecast
+from service.schemas.plans import JobPlanPreview
 from tests.polling import until_async
 from tests.service.api.conftest import Api, ApiMaker
 from tests.service.api.routers.test_jobs import problem
@@ -261,7 +264,7 @@ async def test_a_job_of_a_type_that_no_node_has_is_refused_at_once(make_api: Api
         resources = {**job_body(**OPEN)["resources"], "device": "auto", "accelerator": "B200"}
         await api.service.cluster.refresh()
         refused = await asked(api, resources=resources)
-        assert "has no GPU of type B200" in problem(refused, 422)["detail"]
+        assert "has no accelerators of type B200" in problem(refused, 422)["detail"]
         assert not api.cluster.submissions
 
 
@@ -285,13 +288,64 @@ async def test_what_a_gang_measured_plans_other_jobs_of_its_kind_at_once(make_ap
         planned = (await api.driver(job_id, "POST", "/plan", json=costs())).json()
         found = await api.client.post("/api/v1/plans/job", json=job_body(**OPEN))
         assert found.status_code == 200, found.text
-        assert found.json() == {**planned, "measured_by": "gang", "notes": []}
+        assert found.json() == {**planned, "measured_by": "gang", "notes": [], "forecast": None}
         workers = [{"mesh": f"m{i // 2}", "worker": i % 2, "node": node} for i, node in enumerate("aabc")]
         placed = (await api.driver(job_id, "POST", "/plan", json={**costs(), "workers": workers})).json()
         assert placed["nodes"] == {"m0": ["a"], "m1": ["b", "c"]}
         assert (await api.client.get(f"/api/v1/jobs/{job_id}/plan")).json()["nodes"] == placed["nodes"]
         other = await measuring(api, model={"factory": "worker.examples.unet:build"})
         assert other.startswith("profile-")
+
+
+async def test_a_plan_says_what_runs_like_it_made_of_their_plans(make_api: ApiMaker):
+    async with make_api(plan_budget_s=1) as api:
+
+        async def trained(factor: float, steps: int = 25, **changes: Any) -> float:
+            """A run whose last steps take `factor` times what was planned, and as much less memory; the planned step."""
+            job_id = await api.started(**{**OPEN, **changes})
+            planned = (await api.driver(job_id, "POST", "/plan", json=costs())).json()
+            peak = max(mesh["peak_memory_bytes"] for mesh in planned["plan"]["meshes"])
+            seconds = [10.0 if step <= 5 else planned["step_s"] * factor for step in range(1, steps + 1)]
+            memory = {"m0": round(peak / factor), "m1": 1}
+            rows = [
+                {"step": step, "step_s": step_s, "peak_memory_bytes": memory}
+                for step, step_s in enumerate(seconds, start=1)
+            ]
+            await api.report(job_id, 1, state="RUNNING", steps=rows)
+            await api.report(job_id, 2, state="SUCCEEDED")
+            await api.rounds(job_id)
+            return planned["step_s"]
+
+        async def foretold(**changes: Any) -> dict[str, Any] | None:
+            answer = await api.client.post("/api/v1/plans/job", json=job_body(**{**OPEN, **changes}))
+            assert answer.status_code == 200, answer.text
+            return answer.json()["forecast"]
+
+        ratios = [1.1, 1.3, 1.2]
+        for ratio in ratios[:2]:
+            step_s = await trained(ratio)
+        assert await foretold() is None, "two are too few"
+        await trained(9.0, steps=3)
+        assert await foretold() is None, "three steps are warming up"
+        await trained(ratios[2])
+        expected = forecast(step_s, ratios)
+        told = await foretold()
+        assert (told["runs"], told["of"]) == (3, "this model")
+        assert told["step_s"] == pytest.approx(vars(expected))
+        peaks = forecast(1.0, [1 / ratio for ratio in ratios])
+        assert told["peak_bytes"]["high"] / told["peak_bytes"]["low"] == pytest.approx(
+            peaks.high / peaks.low, rel=0.03
+        )
+        other = {"data": {"factory": "data:Another"}, "model": {"factory": "worker.examples.gpt:other"}}
+        await trained(3.0, **other)
+        assert (await foretold())["runs"] == 3, "of another model"
+        told = await foretold(**other)
+        assert (told["runs"], told["of"]) == (4, "these accelerators")
+        preview = JobPlanPreview.model_validate(
+            (await api.client.post("/api/v1/plans/job", json=job_body(**OPEN))).json()
+        )
+        (line,) = [line for line in job_plan_text(preview).splitlines() if line.startswith("likely")]
+        assert "nine of ten times, after 3 runs of this model" in line and " MiB" in line
 
 
 @pytest.mark.parametrize(
