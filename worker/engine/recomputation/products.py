@@ -18,12 +18,16 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
     CheckpointPolicy,
     SelectiveCheckpointContext,
     create_selective_checkpoint_contexts,
 )
 
 aten = torch.ops.aten
+# autocast's casts of weights are shared by the threads of a process, of whom one may drop them between two forwards of
+# another: it is no other operation that casts again
+SAC_IGNORED_OPS.add(aten._to_copy.default)
 
 
 def _overloads(*names: str) -> frozenset[torch._ops.OpOverload]:

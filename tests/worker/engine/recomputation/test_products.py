@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from worker.benchmark.layer_costs import measure_layers
-from worker.engine.forward import keeping_no_tensors
+from worker.engine.forward import compute_context, drop_casts, keeping_no_tensors
 from worker.engine.recomputation.products import KeptProducts, StageProducts
 from worker.model.export import trace
 
@@ -107,6 +107,26 @@ def test_a_forward_outside_runs_as_it_did_and_a_second_one_of_other_products_is_
     assert operations.counts["addmm"] == 2
     with pytest.raises(KeyError), products.taking(kept):
         stage(inputs)
+
+
+@pytest.mark.parametrize("dropped", ["before", "between"])
+def test_a_second_forward_may_cast_weights_that_the_first_found_cast(dropped: str):
+    """The casts are the process's: the workers of `slotline verify` are threads, and each drops them at its step's end."""
+    stage, inputs = traced_stage(), torch.randn(SHAPE, requires_grad=True)
+    products, kept = StageProducts(), KeptProducts()
+    products.find(stage)
+    autocast = {"training": True, "autocast_dtype": torch.bfloat16}
+    with compute_context("cpu", **autocast):
+        (plain,) = stage(inputs)
+        if dropped == "before":
+            drop_casts()
+        with keeping_no_tensors(), products.keeping(kept):
+            stage(inputs)
+    drop_casts()
+    with compute_context("cpu", **autocast), products.taking(kept):
+        (again,) = stage(inputs)
+    drop_casts()
+    assert torch.equal(again, plain) and again.requires_grad
 
 
 def test_a_product_that_is_changed_in_place_is_not_taken():
