@@ -193,7 +193,8 @@ class LoadedWorker(WorkerState):
             return []
         inputs, target = self.batches.sample
         compiler = stage_compiler(self.job.training.precision, self.device)
-        return compile_stages(self.engine, compiler, inputs, target, self.device)
+        loss = self._loss.with_output_spec(self._model.tree_spec)
+        return compile_stages(self.engine, compiler, inputs, target, loss)
 
     def _make_checkpoints(self) -> WorkerCheckpoints:
         saved = self._saved_tensors()

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from worker.engine.forward import StageArguments, pieces_of, uncompiled
+from worker.engine.forward import StageArguments, is_compiled, uncompiled
 from worker.engine.recomputation.inputs import RecomputeInputs, UpdatedBuffers, save_recompute_inputs
 from worker.model.opaque.call import OpaqueCall, copied_modules, opaque_calls, using_modules
 from worker.model.parity import compare, tolerance_for
@@ -125,7 +125,7 @@ class ForwardCheck:
         return opaque_calls(self._module)
 
     def _likely_reason(self) -> str:
-        if any(piece.compiled for piece in pieces_of(self._module)):
+        if is_compiled(self._module):
             return "it runs compiled, and as traced it computes something else; training.compile: false avoids it"
         if calls := self._calls:
             return (

@@ -23,8 +23,8 @@ from worker.engine.forward import (
     ForwardResult,
     StageArguments,
     gather_arguments,
+    is_compiled,
     keeping_no_tensors,
-    pieces_of,
     run_forward,
 )
 from worker.engine.recomputation.blocks import Backward, StageBlocks
@@ -119,29 +119,6 @@ class StageRunner:
     def runs_by_block(self) -> bool:
         """True where the backward runs the stage's blocks again, one at a time."""
         return self._blocks is not None
-
-    def dry_run(
-        self, values: Sequence[torch.Tensor], *, training: bool, target: Any = None
-    ) -> list[torch.Tensor]:
-        """Run one forward of the module on `values`, with the loss where a `target` is given, and undo its effects; returns
-        the tensors that a backward would start from."""
-        arguments_left, settings = iter(values), self._settings
-        arguments = gather_arguments(self._wiring.inputs, lambda _: next(arguments_left), training=training)
-        places = self._wiring.model_outputs if target is not None else ()
-        # random operations start again for themselves
-        with seeded(0), self._buffers.restored_to(save_recompute_inputs(arguments, self._buffers)):
-            run = run_forward(
-                self._module,
-                arguments.values,
-                device_type=settings.device.type,
-                training=training,
-                autocast_dtype=settings.autocast_dtype,
-                loss_of=places,
-                loss=lambda output: (
-                    value[0] if isinstance(value := settings.loss(output, target), tuple) else value
-                ),
-            )
-        return run.roots(places)
 
     def launches(self, op: str) -> int:
         """About how many kernels F, B, I or W of a microbatch enqueues: one for each operation of the graph, twice as many
@@ -296,7 +273,7 @@ class StageRunner:
         tensors in ways of their own."""
         if self._settings.autocast_dtype is None or self._whole_backward:
             return False
-        return not any(piece.compiled for piece in pieces_of(self._module))
+        return not is_compiled(self._module)
 
     @property
     def _has_loss(self) -> bool:
