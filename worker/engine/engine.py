@@ -165,8 +165,8 @@ class _BoundProgram:
 class Engine:
     """Runs the program of one mesh on one worker: see `connect`, `run_step` and `close`; not reusable after an error.
 
-    `collectives` are those of `engine_collectives` with the same arguments. A program without backwards makes no
-    optimizer.
+    `collectives` are those of `engine_collectives` with the same arguments, `optimizer` that of `optimizer_of` for the same
+    stages; a program without backwards has none.
     """
 
     def __init__(
@@ -176,8 +176,8 @@ class Engine:
         collectives: Collectives,
         *,
         loss: Callable[[torch.Tensor, torch.Tensor], LossValue],
-        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
-        lr_schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        lr_schedule: Any | None = None,
         options: RunOptions | None = None,
     ):
         self._mesh, self._worker = collectives.mesh, collectives.worker
