@@ -311,13 +311,13 @@ class _LayerRun:
         self.roots = run.roots(position)
         self.gradients = [torch.ones_like(root) for root in self.roots]
 
-    def module_alone(self, training: bool) -> None:
+    def module_alone(self) -> None:
         """The forward without the loss."""
         run_forward(
             self.stage,
             list(self.inputs.values()),
             device_type=self.device_type,
-            training=training,
+            training=True,
             autocast_dtype=self.autocast,
         )
 
@@ -325,7 +325,7 @@ class _LayerRun:
         """The first forward of a stage that recomputes selectively."""
         self._kept = KeptProducts()
         with keeping_no_tensors(), self._products.keeping(self._kept):
-            self.module_alone(True)
+            self.module_alone()
 
     def take_products(self) -> None:
         """The second one."""
@@ -406,7 +406,7 @@ class _LayerRun:
                 torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value),
                 self._products.keeping(products),
             ):
-                self.module_alone(True)
+                self.module_alone()
             with self._products.taking(products):
                 self.forward()
         except RuntimeError as error:

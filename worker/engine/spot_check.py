@@ -12,10 +12,9 @@ to wait. Must not know programs, lanes or transports.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,13 +98,9 @@ class ForwardCheck:
         except RuntimeError:
             self._overwritten = "an argument of it was overwritten before its backward"
             return
-        with buffers.restored_to(inputs), self._as_traced():
+        modules = using_modules(self._calls, self._modules)
+        with buffers.restored_to(inputs), uncompiled(self._module), modules:
             self._again = list(run(inputs.arguments))
-
-    @contextlib.contextmanager
-    def _as_traced(self) -> Iterator[None]:
-        with uncompiled(self._module), using_modules(self._calls, self._modules):
-            yield
 
     def difference(self) -> str | None:
         """A message on the first output that differs, with a likely reason; None where all are equal."""
