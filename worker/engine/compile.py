@@ -7,7 +7,7 @@ Random operations keep torch's own kernels, so dropout draws the same masks as w
 Examples are one sample for model inputs and made-up values for what other stages make: nothing is sent, no
 buffer changes, no gradient is left. torch's compiler has process-wide flags, so threads of one process compile
 one at a time. The time limit raises inside the thread (PyThreadState_SetAsyncExc), as a compiler looks at no
-clock.
+clock; dynamo's own reading of a stage, seconds, is let go on.
 """
 
 from __future__ import annotations
@@ -320,8 +320,8 @@ def _compare_with_trace(traced: Outcome, compiled: Outcome, tolerance: Tolerance
     ]
     if lost:
         raise _MismatchError(
-            f"the loss uses only some of the model's outputs, and {lost[0]} ({len(lost)} in all), which is none, would be "
-            "one of zeros"
+            f"compiled, {lost[0]} ({len(lost)} in all) would be one of zeros where it is none, as the loss uses only some "
+            "of the model's outputs"
         )
     for side, other in ((traced.values, compiled.values), (traced.gradients, compiled.gradients)):
         for name, tensor in side.items():
