@@ -367,14 +367,14 @@ def compile_stages(
     """
     done = []
     with engine.muted():
-        for index, (module, wiring) in engine.stages.items():
+        for index, module in engine.stages.items():
             name, runner = f"stage s{index}", engine.runners[index]
             if runner.runs_by_block:
                 compiler.refuse(name, "it recomputes by block, and a block is computed as traced")
                 continue
-            examples = _example_inputs(module, wiring, inputs, compiler.device)
+            examples = _example_inputs(module, runner.wiring, inputs, compiler.device)
             # autograd gives parameters that no used output depends on no gradient; a compiled backward one of zeros
-            several = len(wiring.model_outputs) > 1
+            several = len(runner.wiring.model_outputs) > 1
             of_outputs = (lambda output: loss(output, target.to(compiler.device))) if several else None
             if compiler.compile(name, module, examples, runner.with_gradients, of_outputs):
                 done.append(f"s{index} in {module.compiled.graphs}")
