@@ -23,6 +23,7 @@ from worker.contract.planned import MeshProgram
 from worker.contract.program import program_from_json
 from worker.engine.engine import Engine, engine_collectives
 from worker.engine.local_stages import LocalStages
+from worker.engine.optim.reduce_and_step import optimizer_of
 from worker.engine.results import RunOptions
 from worker.transport.base import Topology, finish
 from worker.transport.gloo import GlooTransport
@@ -119,7 +120,7 @@ class Worker:
             LocalStages({self.rank: stage}, self.meshes, edges),
             engine_collectives(transport, program, self.meshes, {}, options),
             loss=loss,
-            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+            optimizer=optimizer_of({0: stage}, lambda parameters, _: torch.optim.SGD(parameters, lr=0.0)),
             options=options,
         )
         engine.connect()

@@ -34,6 +34,7 @@ from worker.contract.program import program_from_json
 from worker.engine import lowering
 from worker.engine.engine import Engine, engine_collectives
 from worker.engine.local_stages import LocalStages
+from worker.engine.optim.reduce_and_step import optimizer_of
 from worker.engine.results import RunOptions
 from worker.transport.base import Topology, finish
 from worker.transport.gloo import GlooTransport
@@ -54,7 +55,7 @@ class HeavyStage(SleepingStage):
         return super().forward(*inputs) + self.ballast[:1]
 
 
-def sgd(parameters):
+def sgd(parameters, _=()):
     return torch.optim.SGD(parameters, lr=0.0, momentum=0.9)
 
 
@@ -155,7 +156,7 @@ class Worker:
             LocalStages(stages, self.mesh_of_stage, [Edge(*edge, self.shape) for edge in self.edges]),
             engine_collectives(transport, program, self.mesh_of_stage, {}, options),
             loss=loss,
-            optimizer=sgd,
+            optimizer=optimizer_of(stages, sgd),
             options=options,
         )
         engine.connect()

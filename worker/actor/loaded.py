@@ -33,6 +33,7 @@ from worker.engine.local_stages import (
     named_parameters,
     tie_local_parameters,
 )
+from worker.engine.optim.reduce_and_step import optimizer_of
 from worker.engine.results import autocast_dtype
 from worker.machine.telemetry import GpuMeter, bytes_open_to_torch
 from worker.model.opaque.call import opaque_calls
@@ -148,6 +149,8 @@ class LoadedWorker(WorkerState):
             limit_s=limits.limit_s(program.longest_slot_s),  # as others wait for this mesh
             counts_ignored=training.loss_reduction == "mean",
         )
+        make = functools.partial(make_optimizer, self.job.optimizer)
+        optimizer = optimizer_of(self.stages, make, self.device)
         return Engine(
             program,
             LocalStages(
@@ -160,14 +163,10 @@ class LoadedWorker(WorkerState):
             ),
             collectives,
             loss=self._loss.with_output_spec(self._model.tree_spec).with_metrics,
-            optimizer=self._make_optimizer,
-            lr_schedule=functools.partial(make_schedule, schedule) if schedule else None,
+            optimizer=optimizer,
+            lr_schedule=make_schedule(schedule, optimizer) if schedule and optimizer else None,
             options=options,
         )
-
-    def _make_optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        names = {id(tensor): name for name, tensor in named_tensors(self.stages).items()}
-        return make_optimizer(self.job.optimizer, parameters, [names.get(id(p), "") for p in parameters])
 
     def _make_evaluator(self, assignment: Assignment, transport: Transport) -> Evaluator:
         like = [self.tensor_shards.shard_stage_like] if self.tensor_shards else []
@@ -193,7 +192,8 @@ class LoadedWorker(WorkerState):
             return []
         inputs, target = self.batches.sample
         compiler = stage_compiler(self.job.training.precision, self.device)
-        return compile_stages(self.engine, compiler, inputs, target, self.device)
+        loss = self._loss.with_output_spec(self._model.tree_spec)
+        return compile_stages(self.engine, compiler, inputs, target, loss)
 
     def _make_checkpoints(self) -> WorkerCheckpoints:
         saved = self._saved_tensors()

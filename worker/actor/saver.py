@@ -381,9 +381,8 @@ class WorkerCheckpoints:
             return (f"optimizer state, which is of {saved}, and this job's optimizer is {own}",), ()
         make = functools.partial(make_optimizer, self._job.optimizer)
         keys_of = functools.cache(functools.partial(optimizer_state_keys, make))
-        stages = {index: module for index, (module, _) in self._engine.stages.items()}
         new_state = []
-        for name, parameter in named_parameters(stages).items():
+        for name, parameter in named_parameters(self._engine.stages).items():
             if not parameter.requires_grad:
                 continue
             keys, kept = keys_of(state["parameters"][name].dim()), entries.get(name)

@@ -29,6 +29,7 @@ from worker.engine.forward import drop_casts, keeping_no_tensors, run_forward, u
 from worker.engine.recomputation.products import KeptProducts, StageProducts
 from worker.model.export import TracedModel
 from worker.model.opaque.call import opaque_calls
+from worker.model.rng import RandomState, reseed_at_random_ops
 from worker.model.stages import OUTPUT_NAME, StageModule, input_name, is_output
 from worker.parallel.sync_batch_norm import batch_norm_collectives
 from worker.parallel.tensor.graph_collectives import TensorGroup
@@ -123,10 +124,11 @@ class _LayerProfiler:
 
     def _measure(self, index: int, name: str) -> LayerCost:
         run = self._layer_run(index)
-        if self._compiler is not None and self._compiler.compile(
-            f"layer {name}", run.stage, run.module_alone
-        ):
-            self._compiled.add(name)
+        if self._compiler is not None:
+            # torch breaks its graphs at random operations, as in a stage
+            reseed_at_random_ops(run.stage, RandomState(0, 0, self._device))
+            if self._compiler.compile(f"layer {name}", run.stage, list(run.inputs.values())):
+                self._compiled.add(name)
         saved = run.count_saved()
         products = None if name in self._compiled else run.count_products()
         for tensor in saved.tensors:
@@ -309,13 +311,13 @@ class _LayerRun:
         self.roots = run.roots(position)
         self.gradients = [torch.ones_like(root) for root in self.roots]
 
-    def module_alone(self, training: bool) -> None:
+    def module_alone(self) -> None:
         """The forward without the loss."""
         run_forward(
             self.stage,
             list(self.inputs.values()),
             device_type=self.device_type,
-            training=training,
+            training=True,
             autocast_dtype=self.autocast,
         )
 
@@ -323,7 +325,7 @@ class _LayerRun:
         """The first forward of a stage that recomputes selectively."""
         self._kept = KeptProducts()
         with keeping_no_tensors(), self._products.keeping(self._kept):
-            self.module_alone(True)
+            self.module_alone()
 
     def take_products(self) -> None:
         """The second one."""
@@ -404,7 +406,7 @@ class _LayerRun:
                 torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value),
                 self._products.keeping(products),
             ):
-                self.module_alone(True)
+                self.module_alone()
             with self._products.taking(products):
                 self.forward()
         except RuntimeError as error:

@@ -77,7 +77,7 @@ def _update_seconds(
         LocalStages({0: module}, ["m0"]),
         Collectives(LocalTransport.group(Topology(("m0",)))["m0", 0], {}),
         UpdateSettings(clip_grad_norm=clip_grad_norm, non_finite="skip", device=device),
-        optimizer=make,
+        optimizer=make(list(module.parameters())),
         scaler=None if scaling is None else PipelineGradScaler(scaling, device),
     )
     taken: dict[str, list[float]] = {"reduce": [], "step": []}

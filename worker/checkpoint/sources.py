@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from worker.checkpoint.adapters import StateDictEntry, base_model_name
 from worker.checkpoint.record import ModelRecord
+from worker.checkpoint.resumption import shown_names
 from worker.contract.profile import ModelError
 from worker.contract.tasks import DCP_METADATA
 from worker.model.export import tensor_aliases
@@ -227,7 +228,6 @@ def _is_state_dict(value: Any) -> bool:
     return isinstance(value, Mapping) and bool(value) and all(isinstance(t, Tensor) for t in value.values())
 
 
-_MAX_NAMES_SHOWN = 8
 _REMEDY = (
     "give the weights of this very model (its arguments make its shapes), or have model.factory name a function of your "
     "own that loads what fits, with load_state_dict(strict=False)"
@@ -287,7 +287,7 @@ def _check_names_and_shapes(path: str, record: ModelRecord, files: WeightFiles) 
         elif found.floating != (entry.dtype.is_floating_point or entry.dtype.is_complex):
             kinds.append(f"{name} (the model's is {entry.dtype})")
     mismatches = [
-        f"{what}: {_shown_names(names)}"
+        f"{what}: {shown_names(names)}"
         for what, names in (
             ("missing", missing),
             ("unexpected", unexpected),
@@ -344,8 +344,3 @@ def _fill_tensor(
             f"model.weights {path!r}: {there[0]} has shape {list(value.shape)}, not {list(tensor.shape)}"
         )
     tensor.copy_(value)
-
-
-def _shown_names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else ""
-    return ", ".join(names[:_MAX_NAMES_SHOWN]) + more

@@ -281,8 +281,6 @@ def removal_result_from_json(data: Mapping[str, Any]) -> RemovalResult:
 EXPORT_REQUEST_VARIABLE = "SLOTLINE_EXPORT"
 EXPORT_RESULT_MARK = "SLOTLINE_EXPORTED "
 DCP_METADATA = ".metadata"  # what makes a folder one of torch.distributed.checkpoint
-EXPORT_FORMATS = ("safetensors", "dcp")
-"""Weights alone, for from_pretrained; all of a checkpoint, as torch.distributed.checkpoint writes one."""
 
 
 class ExportFailedError(ValueError):
@@ -292,7 +290,8 @@ class ExportFailedError(ValueError):
 @dataclass(frozen=True)
 class ExportRequest:
     """`uri` is the job's checkpoint.uri, `step` None the newest, `target` None a folder beside the checkpoints; `format`
-    is one of FORMATS. `merged`: of a model of peft not the adapters, but the model below with them in its weights."""
+    safetensors has weights alone, for from_pretrained, and dcp all of a checkpoint, as torch.distributed.checkpoint writes
+    one. `merged`: of a model of peft not the adapters, but the model below with them in its weights."""
 
     uri: str
     job: str

@@ -1,27 +1,25 @@
-"""Compiles stages with torch.compile before the first step, in pieces that are checked against the trace.
+"""Compiles stages with torch.compile before the first step, each whole, and checks them against the trace.
 
-A compiler that cannot, errs or takes too long is no failure: the stage runs as traced, and a note says which,
-why and the remedy. Random operations, the RNG restarts before them and calls of modules (in which workers sum)
-stay outside of the pieces and run as traced, so dropout draws the same masks as without a compiler. A piece has
-no parameters of its own: all that it reads is passed in.
+A compiler that cannot, errs, takes too long or makes other numbers is no failure: the stage runs as traced, and a
+note says which, why and the remedy. Modules that a stage's graph calls (RNG restarts before random operations, sums
+with other workers, modules that run as they are) stay outside of what is compiled: torch breaks its graphs there.
+Random operations keep torch's own kernels, so dropout draws the same masks as without a compiler.
 Examples are one sample for model inputs and made-up values for what other stages make: nothing is sent, no
 buffer changes, no gradient is left. torch's compiler has process-wide flags, so threads of one process compile
 one at a time. The time limit raises inside the thread (PyThreadState_SetAsyncExc), as a compiler looks at no
-clock.
+clock; dynamo's own reading of a stage, seconds, is let go on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import logging
-import operator
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,128 +27,49 @@ from torch import Tensor, fx, nn
 
 from worker.contract.job import COMPILE_LIMIT_S
 from worker.engine.engine import Engine
-from worker.engine.forward import Piece, compute_context, drop_casts, pieces_of
+from worker.engine.forward import StageArguments, drop_casts, gather_arguments, run_forward, uncompiled
+from worker.engine.recomputation.inputs import UpdatedBuffers, save_recompute_inputs
 from worker.engine.results import autocast_dtype
 from worker.engine.routes import ModelInput, StageWiring
-from worker.engine.stage import StageRunner
+from worker.model.opaque.call import copied_modules, opaque_calls, using_modules
 from worker.model.parity import Outcome, Tolerance, first_mismatch, tolerance_for
-from worker.model.rng import ReseedBeforeOp, is_random_op
+from worker.model.rng import ReseedBeforeOp, release_rng_lock, seeded
+from worker.model.stages import StageModule
 
-_PIECE_PREFIX = "piece_"
-_MIN_OPERATIONS = 2
-"""The least operations of a piece: fewer leave nothing to fuse."""
+log = logging.getLogger(__name__)
 
+BACKEND = "inductor"
+_SEED = 0
+_AS_TRACED = "runs as traced"
 
-def split_into_pieces(body: fx.GraphModule) -> list[Piece]:
-    """Make `body` call pieces, in the same order and with the same results; returns the pieces."""
-    outer, copies = fx.Graph(), {}
-    run: list[fx.Node] = []
-    found: list[Piece] = []
-    dropped: fx.Node | None = None  # the last restart, where it was left out
-
-    def close() -> None:
-        if not run:
-            return
-        piece = _add_piece(body, run, outer, copies, len(found))
-        if piece is not None:
-            found.append(piece)
-        run.clear()
-
-    for node in [node for node in body.graph.nodes if node.op == "placeholder"]:
-        copies[node] = outer.node_copy(node)
-    for node, given in list(
-        copies.items()
-    ):  # from another mesh tensors are in one piece, from a stage here they need not be
-        copies[node] = outer.call_function(torch.ops.aten.contiguous.default, (given,))
-    for node in _with_getitems_behind(body.graph):
-        if node.op == "placeholder":
-            continue
-        if node.op == "get_attr":
-            copies[node] = outer.node_copy(node, copies.__getitem__)
-        elif node.op == "output":
-            close()
-            if dropped is not None:  # a loss that draws goes on from there
-                outer.node_copy(dropped, copies.__getitem__)
-            outer.node_copy(node, copies.__getitem__)
-        elif _is_restart(node, body) and not _draws_random(node.next):
-            dropped = node
-        elif _stays_outside(node, body):
-            close()
-            copies[node] = outer.node_copy(node, copies.__getitem__)
-            dropped = None if _is_restart(node, body) else dropped
-        else:
-            run.append(node)
-    outer.lint()
-    body.graph = outer
-    return found
+_COMPILER_LOCK = threading.Lock()
+"""Torch's compiler has flags of the process: what two threads compile at once it may leave as it is. Jobs have a process a
+worker; `slotline verify` has a thread."""
 
 
-def _add_piece(
-    body: fx.GraphModule,
-    nodes: Sequence[fx.Node],
-    outer: fx.Graph,
-    copies: dict[fx.Node, fx.Node],
-    index: int,
-) -> Piece | None:
-    """Put `nodes` in `outer`, as a call of a piece of `body`; None where they are too few and stay as they are."""
-    if sum(node.target is not operator.getitem for node in nodes) < _MIN_OPERATIONS:
-        for node in nodes:
-            copies[node] = outer.node_copy(node, copies.__getitem__)
-        return None
-    inside, graph, own = set(nodes), fx.Graph(), {}
-    outside = dict.fromkeys(arg for one in nodes for arg in one.all_input_nodes if arg not in inside)
-    inner = {node: _subgraph(node, body) for node in outside if _subgraph(node, body) is not None}
-    read = [node for node in outside if node not in inner]
-    for node in read:
-        own[node] = graph.placeholder(node.name)
-    for node in inner:
-        own[node] = graph.get_attr(node.target)
-    for node in nodes:
-        own[node] = graph.node_copy(node, own.__getitem__)
-    given = [node for node in nodes if any(user not in inside for user in node.users)]
-    graph.output(tuple(own[node] for node in given))
-    graph.lint()
-    piece = Piece(fx.GraphModule({str(node.target): part for node, part in inner.items()}, graph))
-    body.add_submodule(f"{_PIECE_PREFIX}{index}", piece)
-    call = outer.call_module(f"{_PIECE_PREFIX}{index}", tuple(copies[node] for node in read))
-    for at, node in enumerate(given):
-        copies[node] = outer.call_function(operator.getitem, (call, at))
-    return piece
-
-
-def _with_getitems_behind(graph: fx.Graph) -> Iterator[fx.Node]:
-    """All nodes, what takes an element of a tuple right behind what made it: only tensors go between pieces."""
-    for node in graph.nodes:
-        if node.target is operator.getitem:
-            continue
-        waiting = [node]
-        while waiting:
-            now = waiting.pop()
-            yield now
-            waiting += [user for user in reversed(now.users) if user.target is operator.getitem]
-
-
-def _is_restart(node: fx.Node, body: fx.GraphModule) -> bool:
-    return node.op == "call_module" and isinstance(body.get_submodule(str(node.target)), ReseedBeforeOp)
-
-
-def _stays_outside(node: fx.Node, body: fx.GraphModule) -> bool:
-    if node.op == "call_module" or _draws_random(node):
-        return True
-    inner = [part for source in node.all_input_nodes if (part := _subgraph(source, body)) is not None]
-    return any(_stays_outside(one, part) for part in inner for one in part.graph.nodes)
-
-
-def _subgraph(node: fx.Node, body: fx.GraphModule) -> fx.GraphModule | None:
-    """The graph that a node stands for, which a higher-order operation calls."""
-    found = getattr(body, str(node.target), None) if node.op == "get_attr" else None
-    return found if isinstance(found, fx.GraphModule) else None
+def _break_around_modules(body: fx.GraphModule) -> None:
+    """Have torch.compile leave out the modules that `body` calls, and of the restarts before operations that draw nothing
+    keep the last alone, behind all: a loss that draws goes on from there."""
+    for part in [part for part in body.modules() if isinstance(part, fx.GraphModule)]:
+        calls = {
+            node: part.get_submodule(str(node.target)) for node in part.graph.find_nodes(op="call_module")
+        }
+        restarts = [node for node, module in calls.items() if isinstance(module, ReseedBeforeOp)]
+        for node in restarts:
+            if _draws_random(node.next):
+                continue
+            if node is restarts[-1]:
+                part.graph.output_node().prepend(node)
+            else:
+                part.graph.erase_node(node)
+        for module in calls.values():
+            module.forward = torch._dynamo.disable(module.forward)
+        # dynamo never compiles the code of a graph module that one thread makes while another compiles
+        part.recompile()
 
 
 def _draws_random(node: fx.Node) -> bool:
-    """True for an operation that draws random numbers; dropout with probability 0 does not."""
-    if not is_random_op(node):
-        return False
+    """True for a random operation that draws; dropout with probability 0 does not. A module in its place may."""
     if node.op == "call_module":
         return True
     names = [argument.name for argument in node.target._schema.arguments]
@@ -160,40 +79,6 @@ def _draws_random(node: fx.Node) -> bool:
         return False
     chances = [given[name] for name in ("dropout_p", "p") if name in given]
     return not chances or any(not isinstance(chance, int | float) or chance != 0 for chance in chances)
-
-
-def detached_arguments(arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Detached copies of arguments: parameters stay themselves, one tensor given twice stays one."""
-    apart: dict[int, Tensor] = {}
-    for value in arguments:
-        if id(value) not in apart:
-            apart[id(value)] = (
-                value
-                if isinstance(value, nn.Parameter)
-                else value.detach().requires_grad_(value.requires_grad)
-            )
-    return tuple(apart[id(value)] for value in arguments)
-
-
-def record_arguments(pieces: Sequence[Piece], run: Callable[[], Any]) -> list[tuple[Tensor, ...]]:
-    """The arguments that each piece gets in `run`, on their own."""
-    for piece in pieces:
-        piece.recording = True
-    try:
-        run()
-        return [detached_arguments(piece.recorded_arguments) for piece in pieces]
-    finally:
-        for piece in pieces:
-            piece.recording, piece.recorded_arguments = False, ()
-
-
-def parameters_without_gradient(module: nn.Module, roots: Sequence[Tensor]) -> list[str]:
-    """The trained parameters of `module` of which `roots` are no function."""
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    found = torch.autograd.grad(
-        roots, list(trained.values()), [torch.zeros_like(one) for one in roots], allow_unused=True
-    )
-    return [name for name, gradient in zip(trained, found, strict=True) if gradient is None]
 
 
 _DELIVERY_LIMIT_S = 1.0
@@ -238,20 +123,8 @@ def time_limit(seconds: float) -> Iterator[None]:
             raise OverdueError
 
 
-log = logging.getLogger(__name__)
-
-BACKEND = "inductor"
-_SEED = 0
-_AS_TRACED = "runs as traced"
-
-_COMPILER_LOCK = threading.Lock()
-"""Torch's compiler has flags of the process: what two threads compile at once it may leave as it is, and a graph module
-that one thread makes while another compiles is never compiled (dynamo patches torch.fx.graph_module). Jobs have a process a
-worker; `slotline verify` has a thread."""
-
-
 class _MismatchError(RuntimeError):
-    """The compiled function differs from the trace."""
+    """The compiled stage differs from the trace."""
 
 
 def missing_compiler(device: str) -> str | None:
@@ -282,131 +155,109 @@ class StageCompiler:
     """Compiles stages for `device` under `autocast`, for `limit_s` seconds in all. `notes` is what to tell of it."""
 
     def __init__(self, *, device: torch.device | str, autocast: torch.dtype | None, limit_s: float) -> None:
-        self._device = torch.device(device)
+        self.device = torch.device(device)
         self._autocast = autocast
         self._limit_s = self._left_s = limit_s
-        self._lack = missing_compiler(self._device.type)
+        self._lack = missing_compiler(self.device.type)
         self.notes: list[str] = []
         if self._lack is not None:
             self.notes.append(f"training.compile: everything {_AS_TRACED}: {self._lack}")
 
     def compile(
-        self, name: str, module: nn.Module, run: Callable[[bool], Any], variants: Sequence[bool] = (True,)
-    ) -> bool:
-        """Have `module`, a stage with its graph in `body`, run compiled from now on; returns whether it does.
-
-        `run` makes one forward of it, with gradients or without, and leaves nothing behind; `variants` are those that
-        will be needed. Parameters get no gradients here.
-        """
-        body = getattr(module, "body", None)
-        if self._lack is not None or not isinstance(body, fx.GraphModule):
-            return False
-        pieces: list[Piece] = []
-        try:
-            with _COMPILER_LOCK:
-                pieces = split_into_pieces(body)
-            # All forwards come first and without the lock: workers may meet in them.
-            examples = [record_arguments(pieces, functools.partial(run, training)) for training in variants]
-            if self._left_s <= 0:
-                return self._left(name, "the time for compiling was over before it")
-            with _COMPILER_LOCK:
-                self._compile_within_limit(name, module, pieces, dict(zip(variants, examples, strict=True)))
-        except OverdueError:
-            self._left_s = 0.0
-            self._undo(pieces)
-            return self._left(
-                name,
-                f"compiling took longer than {self._limit_s:g} s for all stages of a worker: cut the model smaller",
-            )
-        except Exception as error:
-            log.warning("%s is not compiled", name, exc_info=True)
-            self._undo(pieces)
-            return self._left(name, _reason_of(error))
-        finally:
-            drop_casts()
-        for piece in pieces:
-            piece.compiled.seal()
-        return bool(pieces)
-
-    def _compile_within_limit(
         self,
         name: str,
-        module: nn.Module,
-        pieces: Sequence[Piece],
-        examples: Mapping[bool, Sequence[Sequence[Tensor]]],
-    ) -> None:
-        """Compile `pieces` for the arguments that each gets in training or not. Raises OverdueError."""
-        started = time.monotonic()
-        try:
-            with time_limit(self._left_s):  # what may be broken off at any place has only copies
-                for training, arguments in examples.items():
-                    for piece, example in zip(pieces, arguments, strict=True):
-                        self._try(name, module, piece, example, training)
-        finally:
-            self._left_s -= time.monotonic() - started
+        stage: nn.Module,
+        inputs: Sequence[Tensor],
+        variants: Sequence[bool] = (True,),
+        loss: Callable[[Any], Tensor] | None = None,
+    ) -> bool:
+        """Have `stage`, with its graph in `body`, run compiled from now on; returns whether it does.
 
-    def refuse(self, name: str, why: str) -> None:
+        `inputs` are examples, of which those require a gradient that get one in a step. `variants` are the forwards that
+        will be needed, with gradients or without. A `loss` of the model's outputs tells which parameters get gradients.
+        """
+        body = getattr(stage, "body", None)
+        if self._lack is not None or not isinstance(body, fx.GraphModule):
+            return False
+        if self._left_s <= 0:
+            return self.refuse(name, "the time for compiling was over before it")
+        tolerance = tolerance_for(stage, self._autocast, self.device.type)
+        with _COMPILER_LOCK:
+            ends = time.monotonic() + self._left_s
+            try:
+                _break_around_modules(body)
+                stage.compiled = compiled = CompiledBody(name, body, ends)
+                for training in variants:
+                    with uncompiled(stage):
+                        traced = self._run(stage, inputs, training, loss)
+                    with _compile_settings():
+                        found = self._run(stage, inputs, training, loss)
+                    if not compiled.graphs:
+                        raise _MismatchError(
+                            "torch.compile leaves everything as it is: unset TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE"
+                        )
+                    _compare_with_trace(traced, found, tolerance)
+                compiled.seal()
+                return True
+            except OverdueError:
+                stage.compiled, ends = None, 0.0
+                return self.refuse(
+                    name,
+                    f"compiling took longer than {self._limit_s:g} s for all stages of a worker: cut the model smaller",
+                )
+            except Exception as error:
+                log.warning("%s is not compiled", name, exc_info=True)
+                stage.compiled = None
+                return self.refuse(name, _reason_of(error))
+            finally:
+                self._left_s = ends - time.monotonic()
+                drop_casts()
+
+    def refuse(self, name: str, why: str) -> bool:
         """Tell that a stage is not compiled."""
-        self._left(name, why)
-
-    def _left(self, name: str, why: str) -> bool:
         self.notes.append(f"training.compile: {name} {_AS_TRACED}: {why}")
         return False
 
-    def _undo(self, pieces: Sequence[Piece]) -> None:
-        for piece in pieces:
-            piece.compiled = None
-
-    def _try(
-        self, name: str, module: nn.Module, piece: Piece, example: Sequence[Tensor], training: bool
-    ) -> None:
-        """Compile a piece for such arguments, and compare it with what was traced. Raises _UselessError."""
-        if piece.compiled is None:
-            piece.compiled = _CompiledPiece(name, piece.graph)
-        expected, found = (
-            self._run(function, example, training) for function in (piece.graph, piece.compiled)
-        )
-        if not piece.compiled.calls:
-            raise _MismatchError(
-                "torch.compile leaves everything as it is: unset TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE"
-            )
-        _compare_with_trace(expected, found, tolerance_for(module, self._autocast, self._device.type))
-
     def _run(
-        self, function: Callable[..., tuple[Tensor, ...]], example: Sequence[Tensor], training: bool
+        self,
+        stage: StageModule,
+        inputs: Sequence[Tensor],
+        training: bool,
+        loss: Callable[[Any], Tensor] | None,
     ) -> Outcome:
-        """Run a piece on copies of its arguments, and its backward on random gradients of its outputs."""
-        copies = {id(value): value for value in example if isinstance(value, nn.Parameter)}
-        leaves = {id(value): value for value in copies.values() if value.requires_grad}
-        with torch.enable_grad():
-            for value in example:
-                if id(value) not in copies:
-                    leaf = value.detach().clone().requires_grad_(value.requires_grad)
-                    copies[id(value)] = (
-                        leaf.clone() if leaf.requires_grad else leaf
-                    )  # may be changed in place
-                    if leaf.requires_grad:
-                        leaves[id(value)] = leaf
-        given = [copies[id(value)] for value in example]
-        with (
-            _compile_settings(),
-            compute_context(self._device.type, training=training, autocast_dtype=self._autocast),
-        ):
-            made = function(*given)
-        gradients: Sequence[Tensor | None] = ()
-        roots = [one for one in made if one.requires_grad]
-        if roots and leaves:
-            generator = torch.Generator().manual_seed(_SEED)
-            heads = [_random_like(one, generator) for one in roots]
-            with _compile_settings():
+        """Run a forward on copies of `inputs`, and in training a backward on random gradients of what it makes; random
+        operations, buffers and modules that run as they are begin where they do in each run, and stay there."""
+        values = [value.detach().clone().requires_grad_(training and value.requires_grad) for value in inputs]
+        buffers, calls = UpdatedBuffers(stage), opaque_calls(stage)
+        kept = save_recompute_inputs(StageArguments([], [], []), buffers)
+        with seeded(_SEED), buffers.restored_to(kept), using_modules(calls, copied_modules(calls)):
+            run = run_forward(
+                stage,
+                values,
+                device_type=self.device.type,
+                training=training,
+                autocast_dtype=self._autocast,
+                loss_of=(places := stage.model_outputs if loss else None),
+                loss=loss,
+            )
+            leaves = {name: value for name, value in stage.named_parameters() if value.requires_grad}
+            leaves |= dict(zip(stage.inputs, values, strict=True)) if training else {}
+            leaves = {name: value for name, value in leaves.items() if value.requires_grad}
+            gradients: Sequence[Tensor | None] = ()
+            if training and leaves and (roots := run.roots(places)):
+                generator = torch.Generator().manual_seed(_SEED)
+                heads = [_random_like(one, generator) for one in roots]
                 gradients = torch.autograd.grad(roots, list(leaves.values()), heads, allow_unused=True)
-        changed = [one.detach() for one in given if not isinstance(one, nn.Parameter)]
+        outputs = zip(stage.outputs, run.outputs, strict=True)
         return Outcome(
             {
-                **{f"an output {number}": one.detach() for number, one in enumerate(made)},
-                **{f"a buffer {number}": one for number, one in enumerate(changed)},
+                **{f"output {name!r}": one.detach() for name, one in outputs},
+                **{f"buffer {name!r}": one for name, one in kept.buffers.items()},
             },
-            {f"a gradient {number}": gradient for number, gradient in enumerate(gradients)},
+            {
+                f"the gradient of {name!r}": gradient
+                for name, gradient in zip(leaves, gradients, strict=False)
+            },
         )
 
 
@@ -415,27 +266,30 @@ def stage_compiler(precision: str, device: str) -> StageCompiler:
     return StageCompiler(device=device, autocast=autocast_dtype(precision), limit_s=COMPILE_LIMIT_S)
 
 
-class _CompiledPiece:
-    """A piece by torch.compile. Once sealed it compiles nothing any more: other arguments than those tried (no stage has
-    such) are told and run as traced."""
+class CompiledBody:
+    """A stage's body by torch.compile, until `ends` of time.monotonic(). Once sealed it compiles nothing any more: other
+    arguments than those tried (no stage has such) are told and run as traced."""
 
-    def __init__(self, name: str, graph: fx.GraphModule) -> None:
-        self._name = name
+    def __init__(self, name: str, body: fx.GraphModule, ends: float) -> None:
+        self._name, self._ends = name, ends
         self._sealed = False
-        self.calls = 0
+        self.graphs = 0
         self._compiler = torch._dynamo.lookup_backend(BACKEND)
-        self._run = torch.compile(graph, backend=self._backend, fullgraph=True, dynamic=False)
+        self._run = torch.compile(body.forward, backend=self._backend, dynamic=False)
 
     def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
-        return self._run(*arguments)
+        # from another mesh tensors are in one piece, from a stage here they need not be
+        return self._run(*(one.contiguous() for one in arguments))
 
     def seal(self) -> None:
         self._sealed = True
 
     def _backend(self, graph: fx.GraphModule, arguments: list[Tensor]) -> Callable[..., Any]:
-        self.calls += 1
+        self.graphs += 1
         if not self._sealed:
-            return self._compiler(graph, arguments)
+            # what may be broken off at any place is the compiler alone; a prefetch thread may draw meanwhile
+            with release_rng_lock(), time_limit(self._ends - time.monotonic()):
+                return self._compiler(graph, arguments)
         log.warning(
             "training.compile: %s %s from here on: it got other arguments (%s) than it was compiled for",
             self._name,
@@ -445,48 +299,45 @@ class _CompiledPiece:
         return graph.forward
 
 
-def compiled_pieces(module: nn.Module) -> int:
-    """The number of pieces of `module` that run compiled."""
-    return sum(piece.compiled is not None for piece in pieces_of(module))
-
-
 @contextlib.contextmanager
 def _compile_settings() -> Iterator[None]:
-    """A context with the compiler's settings: without processes, which a killed worker might leave behind, and with
-    backwards compiled at once, so that no step has to."""
+    """A context with the compiler's settings: without processes, which a killed worker might leave behind, with backwards
+    compiled at once, so that no step has to, and with torch's own random kernels, so that masks are those of the trace."""
     from torch._functorch import config as autograd
     from torch._inductor import config as inductor
 
-    with inductor.patch(compile_threads=1), autograd.patch(force_non_lazy_backward_lowering=True):
+    with (
+        inductor.patch(compile_threads=1, fallback_random=True),
+        autograd.patch(force_non_lazy_backward_lowering=True),
+    ):
         yield
 
 
 def _compare_with_trace(traced: Outcome, compiled: Outcome, tolerance: Tolerance) -> None:
     """Raises _MismatchError for the first tensor of another dtype, or that differs by more than rounding."""
+    lost = [
+        name for name, one in traced.gradients.items() if one is None and compiled.gradients[name] is not None
+    ]
+    if lost:
+        raise _MismatchError(
+            f"compiled, {lost[0]} ({len(lost)} in all) would be one of zeros where it is none, as the loss uses only some "
+            "of the model's outputs"
+        )
     for side, other in ((traced.values, compiled.values), (traced.gradients, compiled.gradients)):
         for name, tensor in side.items():
             _check_kind(name, tensor, other[name])
     if (mismatch := first_mismatch(traced, compiled, tolerance)) is not None:
         shape = list(mismatch.expected.shape)
-        raise _MismatchError(
-            f"compiled, {_without_number(mismatch.name)} of shape {shape} differs by {mismatch.distance}"
-        )
+        raise _MismatchError(f"compiled, {mismatch.name} of shape {shape} differs by {mismatch.distance}")
 
 
 def _check_kind(name: str, traced: Tensor | None, compiled: Tensor | None) -> None:
-    if (traced is None) != (compiled is None):
-        raise _MismatchError(
-            "compiled, a parameter gets a gradient where it gets none as traced, or the reverse"
-        )
+    if traced is not None and compiled is None:
+        raise _MismatchError(f"compiled, {name} is none")
     if traced is not None and (traced.shape, traced.dtype) != (compiled.shape, compiled.dtype):
         raise _MismatchError(
-            f"compiled, {_without_number(name)} is {list(compiled.shape)} {compiled.dtype}, as traced "
-            f"{list(traced.shape)} {traced.dtype}"
+            f"compiled, {name} is {list(compiled.shape)} {compiled.dtype}, as traced {list(traced.shape)} {traced.dtype}"
         )
-
-
-def _without_number(name: str) -> str:
-    return name.rpartition(" ")[0]
 
 
 def _random_like(like: Tensor, generator: torch.Generator) -> Tensor:
@@ -508,7 +359,7 @@ def compile_stages(
     compiler: StageCompiler,
     inputs: Sequence[Tensor],
     target: Any,
-    device: str,
+    loss: Callable[[Any, Any], Tensor],
 ) -> list[str]:
     """Have the stages of `engine` run compiled, as far as `compiler` can; returns notes for the user.
 
@@ -516,60 +367,36 @@ def compile_stages(
     """
     done = []
     with engine.muted():
-        for index, (module, wiring) in engine.stages.items():
+        for index, module in engine.stages.items():
             name, runner = f"stage s{index}", engine.runners[index]
-            values = list(_example_inputs(module, wiring, inputs, device))
             if runner.runs_by_block:
                 compiler.refuse(name, "it recomputes by block, and a block is computed as traced")
                 continue
-            several = len(wiring.model_outputs) > 1 and True in runner.with_gradients
-            if several and (why := _reason_not_to_compile(runner, module, values, target.to(device))):
-                compiler.refuse(name, why)
-                continue
-            run = functools.partial(_run_once, runner, values)
-            if compiler.compile(name, module, run, runner.with_gradients):
-                done.append(f"s{index} in {compiled_pieces(module)}")
+            examples = _example_inputs(module, runner.wiring, inputs, compiler.device)
+            # autograd gives parameters that no used output depends on no gradient; a compiled backward one of zeros
+            several = len(runner.wiring.model_outputs) > 1
+            of_outputs = (lambda output: loss(output, target.to(compiler.device))) if several else None
+            if compiler.compile(name, module, examples, runner.with_gradients, of_outputs):
+                done.append(f"s{index} in {module.compiled.graphs}")
     notes = list(compiler.notes)
     if done:
-        notes.append(f"by torch.compile, stages in pieces: {', '.join(done)}")
+        notes.append(f"by torch.compile, stages in graphs: {', '.join(done)}")
     return notes
 
 
-def _run_once(runner: StageRunner, values: Sequence[Tensor], training: bool) -> None:
-    runner.dry_run(values, training=training)
-
-
 def _example_inputs(
-    module: nn.Module, wiring: StageWiring, inputs: Sequence[Tensor], device: str
-) -> Iterator[Tensor]:
-    """Example arguments of the stage's forward."""
+    module: StageModule, wiring: StageWiring, inputs: Sequence[Tensor], device: torch.device
+) -> list[Tensor]:
+    """Example arguments of the stage's forward, of which those require a gradient that get one."""
     generator = torch.Generator().manual_seed(_SEED)
+    examples = []
     for source, shape, dtype in zip(wiring.inputs, module.input_shapes, module.input_dtypes, strict=True):
         if isinstance(source, ModelInput):
-            yield inputs[source.position].to(device)
+            examples.append(inputs[source.position].to(device))
         elif dtype.is_floating_point or dtype.is_complex:
-            yield torch.randn(shape, generator=generator).to(device, dtype)
+            examples.append(torch.randn(shape, generator=generator).to(device, dtype))
         else:  # indices that every table has, and masks that hide nothing
             fill = torch.ones if dtype == torch.bool else torch.zeros
-            yield fill(shape, dtype=dtype, device=device)
-
-
-def _reason_not_to_compile(
-    runner: StageRunner, module: nn.Module, values: Sequence[Tensor], target: Any
-) -> str | None:
-    """The reason why a stage with several model outputs runs as traced; None: it may be compiled.
-
-    Where the loss leaves outputs unused, autograd gives parameters that only these depend on no gradient; a compiled
-    backward begins at all outputs, and gives them one of zeros."""
-    try:
-        roots = runner.dry_run(values, training=True, target=target)
-        lost = parameters_without_gradient(module, roots) if roots else []
-    except Exception as error:
-        log.warning("stage s%d is not compiled", module.index, exc_info=True)
-        return f"which of the model's outputs the loss uses is not known: it raised {type(error).__name__}: {error}"
-    if not lost:
-        return None
-    return (
-        f"the loss uses only some of the model's outputs, and {lost[0]!r} ({len(lost)} in all), which gets no gradient from "
-        "it, would get one of zeros"
-    )
+            examples.append(fill(shape, dtype=dtype, device=device))
+    given = iter(examples)
+    return gather_arguments(wiring.inputs, lambda _: next(given), training=True).values

@@ -8,7 +8,6 @@ any thread. Must not know schedules, Ray or the control plane.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from worker.contract.planned import MeshProgram
 from worker.contract.program import COMPUTE_LANE, TRANSFER_OPS, Instruction, MeasuredSlot, Program
@@ -41,7 +39,6 @@ from worker.engine.reshardings import Reshardings, check_resharding_plans
 from worker.engine.results import RunOptions, StepResult, slot_limits
 from worker.engine.routes import (
     Route,
-    StageWiring,
     directed_pairs,
     find_routes,
     transfer_tag,
@@ -116,17 +113,6 @@ def label_slot_time(
     )
 
 
-def _make_runner(
-    module: nn.Module,
-    wiring: StageWiring,
-    *,
-    state: StepState,
-    settings: ComputeSettings,
-    program: MeshProgram,
-) -> StageRunner:
-    return StageRunner(wiring, module, state, settings, recompute=program.recomputed.get(wiring.stage))
-
-
 # How often a running step is looked at: limits, failures of others, progress to publish.
 _POLL_S = 0.25
 # How long lanes may take to end after an abort.
@@ -165,8 +151,8 @@ class _BoundProgram:
 class Engine:
     """Runs the program of one mesh on one worker: see `connect`, `run_step` and `close`; not reusable after an error.
 
-    `collectives` are those of `engine_collectives` with the same arguments. A program without backwards makes no
-    optimizer.
+    `collectives` are those of `engine_collectives` with the same arguments, `optimizer` that of `optimizer_of` for the same
+    stages; a program without backwards has none.
     """
 
     def __init__(
@@ -176,8 +162,8 @@ class Engine:
         collectives: Collectives,
         *,
         loss: Callable[[torch.Tensor, torch.Tensor], LossValue],
-        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
-        lr_schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        lr_schedule: Any | None = None,
         options: RunOptions | None = None,
     ):
         self._mesh, self._worker = collectives.mesh, collectives.worker
@@ -211,32 +197,26 @@ class Engine:
         limits_s = slot_limits(lowered.instructions, lowered.planned_s, self._options.limits)
         self._state = StepState()
         settings = self._compute_settings(loss)
-        self.stages = {
-            index: (
-                module,
-                wire_stage(
-                    index, module.inputs, module.outputs, stages.edges, self._mesh_of_stage, self._routes
-                ),
-            )
-            for index, module in stages.modules.items()
-        }
-        run = functools.partial(_make_runner, state=self._state, settings=settings, program=program)
-        self.runners = {index: run(module, wiring) for index, (module, wiring) in self.stages.items()}
-        self._routes_by_length = [self._routes]
-        self._runners_by_length = [self.runners]
-        for of_length in stages.shorter:
+        self.stages = stages.modules
+        self._routes_by_length: list[Mapping[int, Route]] = []
+        self._runners_by_length: list[dict[int, StageRunner]] = []
+        for of_length in (stages, *stages.shorter):
             edges = of_length.edges
             routes = find_routes(edges, self._mesh_of_stage)
             self._routes_by_length.append(routes)
             self._runners_by_length.append(
                 {
-                    index: run(
-                        module,
+                    index: StageRunner(
                         wire_stage(index, module.inputs, module.outputs, edges, self._mesh_of_stage, routes),
+                        module,
+                        self._state,
+                        settings,
+                        recompute=program.recomputed.get(index),
                     )
                     for index, module in of_length.modules.items()
                 }
             )
+        self.runners = self._runners_by_length[0]
         self._reshardings = Reshardings(
             program.reshardings,
             self._transport,
@@ -568,7 +548,7 @@ class Engine:
 
     def _warm_up(self, step, inputs, targets) -> None:
         snapshot = StateSnapshot(
-            [module for module, _ in self.stages.values()],
+            list(self.stages.values()),
             self._update.optimizer,
             skips=self._update.can_skip,
         )

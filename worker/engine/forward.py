@@ -3,8 +3,7 @@
 The engine's actions, the warm-up and the benchmark of layers all come here, so what is warmed up and measured
 is what runs. Autocast's casts of weights outlive a forward until `drop_casts`: else each microbatch in flight
 would keep a copy of every weight.
-A stage that compile.py split calls pieces, which run compiled or as traced. Must not know step state, lanes, transports
-or the RNG state (operations seed themselves by name).
+Must not know step state, lanes, transports or the RNG state (operations seed themselves by name).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from worker.engine.routes import LocalInput, ModelInput, RemoteInput
 
@@ -158,37 +157,19 @@ def _output_positions(loss_of: OutputPositions) -> tuple[int, ...]:
     return (loss_of,) if isinstance(loss_of, int) else tuple(loss_of)
 
 
-class Piece(nn.Module):
-    """One piece of a stage: runs `compiled` where there is one, else `graph` as traced. While `recording` it runs as traced,
-    and the arguments of a call are kept in `recorded_arguments`."""
-
-    def __init__(self, graph: fx.GraphModule) -> None:
-        super().__init__()
-        self.graph = graph
-        self.compiled: Callable[..., tuple[torch.Tensor, ...]] | None = None
-        self.recording = False
-        self.recorded_arguments: tuple[torch.Tensor, ...] = ()
-
-    def forward(self, *arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if self.recording:
-            self.recorded_arguments = arguments
-            return self.graph(*arguments)
-        return (self.compiled or self.graph)(*arguments)
-
-
-def pieces_of(module: nn.Module) -> list[Piece]:
-    """The pieces inside of `module`, in order."""
-    return [part for part in module.modules() if isinstance(part, Piece)]
+def is_compiled(stage: nn.Module) -> bool:
+    """True where the body of `stage` runs compiled."""
+    return getattr(stage, "compiled", None) is not None
 
 
 @contextlib.contextmanager
-def uncompiled(module: nn.Module) -> Iterator[None]:
-    """A context in which nothing inside `module` runs compiled."""
-    before = [(piece, piece.compiled) for piece in pieces_of(module)]
-    for piece, _ in before:
-        piece.compiled = None
+def uncompiled(stage: nn.Module) -> Iterator[None]:
+    """A context in which `stage` runs as traced."""
+    if not is_compiled(stage):
+        yield
+        return
+    compiled, stage.compiled = stage.compiled, None
     try:
         yield
     finally:
-        for piece, compiled in before:
-            piece.compiled = compiled
+        stage.compiled = compiled

@@ -12,16 +12,15 @@ to wait. Must not know programs, lanes or transports.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from worker.engine.forward import StageArguments, pieces_of, uncompiled
+from worker.engine.forward import StageArguments, is_compiled, uncompiled
 from worker.engine.recomputation.inputs import RecomputeInputs, UpdatedBuffers, save_recompute_inputs
 from worker.model.opaque.call import OpaqueCall, copied_modules, opaque_calls, using_modules
 from worker.model.parity import compare, tolerance_for
@@ -99,13 +98,9 @@ class ForwardCheck:
         except RuntimeError:
             self._overwritten = "an argument of it was overwritten before its backward"
             return
-        with buffers.restored_to(inputs), self._as_traced():
+        modules = using_modules(self._calls, self._modules)
+        with buffers.restored_to(inputs), uncompiled(self._module), modules:
             self._again = list(run(inputs.arguments))
-
-    @contextlib.contextmanager
-    def _as_traced(self) -> Iterator[None]:
-        with uncompiled(self._module), using_modules(self._calls, self._modules):
-            yield
 
     def difference(self) -> str | None:
         """A message on the first output that differs, with a likely reason; None where all are equal."""
@@ -125,7 +120,7 @@ class ForwardCheck:
         return opaque_calls(self._module)
 
     def _likely_reason(self) -> str:
-        if any(piece.compiled for piece in pieces_of(self._module)):
+        if is_compiled(self._module):
             return "it runs compiled, and as traced it computes something else; training.compile: false avoids it"
         if calls := self._calls:
             return (

@@ -23,8 +23,8 @@ from worker.engine.forward import (
     ForwardResult,
     StageArguments,
     gather_arguments,
+    is_compiled,
     keeping_no_tensors,
-    pieces_of,
     run_forward,
 )
 from worker.engine.recomputation.blocks import Backward, StageBlocks
@@ -65,7 +65,7 @@ class StageRunner:
     ):
         self._stage = wiring.stage
         self._tensors = StageTensors(wiring, state, settings)
-        self._wiring = wiring
+        self.wiring = wiring
         self._module = module
         self._state = state
         self._settings = settings
@@ -95,7 +95,7 @@ class StageRunner:
 
     def check_forward(self, spot: Spot) -> ForwardCheck:
         """Compute the forward of `spot` again in the step that comes."""
-        names = [wiring.tensor for wiring in self._wiring.outputs]
+        names = [wiring.tensor for wiring in self.wiring.outputs]
         settings = self._settings
         self._check = ForwardCheck(
             spot, self._module, names, autocast=settings.autocast_dtype, device=settings.device
@@ -120,29 +120,6 @@ class StageRunner:
         """True where the backward runs the stage's blocks again, one at a time."""
         return self._blocks is not None
 
-    def dry_run(
-        self, values: Sequence[torch.Tensor], *, training: bool, target: Any = None
-    ) -> list[torch.Tensor]:
-        """Run one forward of the module on `values`, with the loss where a `target` is given, and undo its effects; returns
-        the tensors that a backward would start from."""
-        arguments_left, settings = iter(values), self._settings
-        arguments = gather_arguments(self._wiring.inputs, lambda _: next(arguments_left), training=training)
-        places = self._wiring.model_outputs if target is not None else ()
-        # random operations start again for themselves
-        with seeded(0), self._buffers.restored_to(save_recompute_inputs(arguments, self._buffers)):
-            run = run_forward(
-                self._module,
-                arguments.values,
-                device_type=settings.device.type,
-                training=training,
-                autocast_dtype=settings.autocast_dtype,
-                loss_of=places,
-                loss=lambda output: (
-                    value[0] if isinstance(value := settings.loss(output, target), tuple) else value
-                ),
-            )
-        return run.roots(places)
-
     def launches(self, op: str) -> int:
         """About how many kernels F, B, I or W of a microbatch enqueues: one for each operation of the graph, twice as many
         in a backward, one for each parameter in W; of modules that run as they are as many as a stream takes."""
@@ -163,7 +140,7 @@ class StageRunner:
         with self._reported("F", microbatch):
             settings = self._settings
             arguments = gather_arguments(
-                self._wiring.inputs,
+                self.wiring.inputs,
                 functools.partial(self._tensors.fetch, microbatch=microbatch),
                 training=settings.training,
             )
@@ -193,7 +170,7 @@ class StageRunner:
             if recompute_inputs is not None:
                 recompute_inputs.check_unchanged()
             saved = SavedForward(arguments.leaves, arguments.sources, {}, run.loss, recompute_inputs)
-            for wiring, output in zip(self._wiring.outputs, run.outputs, strict=True):
+            for wiring, output in zip(self.wiring.outputs, run.outputs, strict=True):
                 self._tensors.hand_on(wiring, output, microbatch, saved)
             if settings.training:
                 self._saved[microbatch] = saved
@@ -259,7 +236,7 @@ class StageRunner:
         elif again is not None and again.blocks is not None:
             # a graph of it tells which inputs of blocks take a gradient
             run_module = functools.partial(
-                self._blocks.run, kept=again.blocks, model_outputs=self._wiring.model_outputs
+                self._blocks.run, kept=again.blocks, model_outputs=self.wiring.model_outputs
             )
         elif again is not None:
             # without gradients nothing asks for one: a compiled stage has one graph for such forwards and for evaluations
@@ -279,7 +256,7 @@ class StageRunner:
                 training=records,
                 autocast_dtype=settings.autocast_dtype,
                 accept=accept or self._accept,
-                loss_of=self._wiring.model_outputs,
+                loss_of=self.wiring.model_outputs,
                 loss=loss,
             )
             if again is not None and again.blocks is not None and self._random is not None and self._has_loss:
@@ -296,11 +273,11 @@ class StageRunner:
         tensors in ways of their own."""
         if self._settings.autocast_dtype is None or self._whole_backward:
             return False
-        return not any(piece.compiled for piece in pieces_of(self._module))
+        return not is_compiled(self._module)
 
     @property
     def _has_loss(self) -> bool:
-        return bool(self._wiring.model_outputs)
+        return bool(self.wiring.model_outputs)
 
     def _run_again(self, saved: SavedForward, microbatch: int, *, whole: bool) -> Backward:
         """Run the forward of a recomputed stage once more, with gradients now; by block, its last block. Returns the
@@ -313,7 +290,7 @@ class StageRunner:
             run = self._run(values, microbatch, training=True, taking=inputs.take_products())
         else:
             kept = inputs.take_blocks()
-            last = self._blocks.last(values, kept, model_outputs=self._wiring.model_outputs)
+            last = self._blocks.last(values, kept, model_outputs=self.wiring.model_outputs)
             run = self._run(
                 last.arguments,
                 microbatch,
@@ -330,7 +307,7 @@ class StageRunner:
                 backward=step,
             )
         saved.loss = run.loss
-        for wiring, output in zip(self._wiring.outputs, run.outputs, strict=True):
+        for wiring, output in zip(self.wiring.outputs, run.outputs, strict=True):
             if wiring.local_consumers or wiring.routes:
                 # the tensor itself: a backward by block tells values that it keeps by what they are
                 start = output if output.requires_grad else None
@@ -387,7 +364,7 @@ class StageRunner:
     def _accept(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Check the outputs and copy those in receive buffers. ValueError for another shape than the traced one."""
         outputs = []
-        for wiring, result in zip(self._wiring.outputs, results, strict=True):
+        for wiring, result in zip(self.wiring.outputs, results, strict=True):
             if wiring.shape is not None and tuple(result.shape) != wiring.shape:
                 raise ValueError(
                     f"output {wiring.tensor!r} has shape {tuple(result.shape)}, traced as {wiring.shape}: "

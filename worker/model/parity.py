@@ -1,7 +1,7 @@
 """Parity checks: the one comparison of two runs that should give equal tensors, and the table of what is rounding.
 
 The distance of two tensors is the RMS of their difference over the RMS of the expected one. The traced graph, the
-sharded stages, the compiled pieces and the pipeline beside its plain model are all compared by it.
+sharded stages, the compiled stages and the pipeline beside its plain model are all compared by it.
 """
 
 from __future__ import annotations

@@ -32,11 +32,11 @@ _LOOPBACK = "127.0.0.1"
 _BACKLOG = 4096
 
 
-def host_store(host: str = "0.0.0.0", port: int = 0) -> dist.TCPStore:
+def host_store(host: str) -> dist.TCPStore:
     """Serve the rendezvous of one attempt from this process, on that address only. Keep the object alive; its
     `port` is the one to give to the workers."""
     with socket.socket() as listening:  # of its own accord the store listens on every address
-        listening.bind((host, port))
+        listening.bind((host, 0))
         listening.listen(_BACKLOG)
         return dist.TCPStore(
             host,

@@ -372,12 +372,13 @@ def test_a_step_that_is_skipped_does_not_count_for_the_schedule_nor_for_the_opti
     topology = Topology(("m0",))
     stage = nn.Linear(2, 2)
     spec = Factory("torch.optim.lr_scheduler:StepLR", {"step_size": 1, "gamma": 0.5})
+    optimizer = make_optimizer(Factory("torch.optim:Adam", {"lr": 1.0}), list(stage.parameters()))
     update = ModelUpdate(
         LocalStages({0: stage}, ["m0"]),
         Collectives(LocalTransport.group(topology)["m0", 0], {}),
         UpdateSettings(None, "skip"),
-        optimizer=functools.partial(make_optimizer, Factory("torch.optim:Adam", {"lr": 1.0})),
-        lr_schedule=functools.partial(make_schedule, spec),
+        optimizer=optimizer,
+        lr_schedule=make_schedule(spec, optimizer),
     )
     rates = []
     for step, scale in enumerate([1.0, float("nan"), float("inf"), 1.0]):

@@ -14,6 +14,7 @@ from worker.contract.planned import MeshProgram
 from worker.contract.program import Instruction
 from worker.engine.engine import Engine, engine_collectives
 from worker.engine.local_stages import LocalStages
+from worker.engine.optim.reduce_and_step import optimizer_of
 from worker.engine.results import RunOptions
 from worker.engine.routes import find_routes
 from worker.transport.base import Topology
@@ -279,10 +280,15 @@ class Recorder(torch.optim.SGD):
         return super().step(closure)
 
 
-def make_engine(transport, program, graph, mesh_of_stage, *, options=None, tensor=None, **given):
-    """An engine of `program` for the stages of a graph that the transport's mesh runs."""
+def make_engine(
+    transport, program, graph, mesh_of_stage, *, optimizer=None, options=None, tensor=None, **given
+):
+    """An engine of `program` for the stages of a graph that the transport's mesh runs; `optimizer` makes one of
+    parameters."""
     options = options or RunOptions()
     own = {s: graph.stages[s] for s, mesh in enumerate(mesh_of_stage) if mesh == transport.mesh}
+    if optimizer is not None:
+        given["optimizer"] = optimizer_of(own, lambda parameters, _: optimizer(parameters), options.device)
     return Engine(
         program,
         LocalStages(own, mesh_of_stage, graph.edges, graph.tied, tensor),

@@ -166,7 +166,7 @@ def test_all_microbatches_in_flight_share_one_cast_of_a_weight(split):
         graph, one, programs, MICROBATCHES, precision="bf16", loss=loss_of, optimizer=None
     ) as pipeline:
         pipeline.step(0, [(inputs, targets)])
-        kept = [stage.block.kept for stage, _ in pipeline.engines["m0", 0].stages.values()]
+        kept = [stage.block.kept for stage in pipeline.engines["m0", 0].stages.values()]
     casts = [{note for note in one if note[0] == (WIDTH, WIDTH)} for one in kept]
     assert [len(one) for one in casts] == [0, 1, 1, 1], (
         "the first stage passes no gradient on and keeps no weight"

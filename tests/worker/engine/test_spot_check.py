@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 
 from service.spec.job import JobSpec
 from tests.tiers import some_by_day
@@ -18,10 +18,11 @@ from tests.worker.workers import Workers, plan_of
 from worker.actor.assignment import run_options
 from worker.contract.job import Job
 from worker.engine import engine
-from worker.engine.forward import Piece, StageArguments
+from worker.engine.forward import StageArguments
 from worker.engine.recomputation.inputs import UpdatedBuffers
 from worker.engine.results import SlotLimits
 from worker.engine.spot_check import LATEST_STEPS, ForwardCheck, Spot, choose_spot
+from worker.model.export import trace
 
 STEPS = range(1, 4)
 SPOT = Spot(step=2, stage=1, microbatch=2)
@@ -38,14 +39,19 @@ def test_the_place_is_behind_the_first_step_and_the_same_on_every_worker():
     assert max(choose_spot(seed, 0, 10**6, 1, 1).step for seed in range(60)) <= LATEST_STEPS
 
 
+def outputs_of(module, arguments):
+    made = module(*arguments)
+    return [made] if isinstance(made, torch.Tensor) else list(made)
+
+
 def check(module: nn.Module, between, *arguments: torch.Tensor) -> str | None:
     """The message on a forward of `module` that is computed again; `between` is called behind the first one."""
     made = ForwardCheck(Spot(7, 2, 3), module, ["made"], autocast=None, device=torch.device("cpu"))
     buffers = UpdatedBuffers(module)
     made.begin(StageArguments(list(arguments), [], []), buffers)
-    made.keep([module(*arguments)])
+    made.keep(outputs_of(module, arguments))
     between(*arguments)
-    made.run_again(buffers, lambda given: [module(*given.values)])
+    made.run_again(buffers, lambda given: outputs_of(module, given.values))
     return made.difference()
 
 
@@ -75,12 +81,12 @@ def test_another_result_is_told_with_the_output_and_the_distance():
 
 
 def test_compiled_code_that_goes_wrong_is_told_with_the_setting_that_avoids_it():
-    piece = Piece(fx.symbolic_trace(nn.Tanh()))
-    piece.compiled = lambda x: torch.tanh(x) + 0.1
-    assert "training.compile: false" in check(piece, lambda _: None, torch.ones(2, 3))
-    assert piece.compiled is not None
-    piece.compiled = torch.tanh
-    assert check(piece, lambda _: None, torch.ones(2, 3)) is None
+    (stage,) = trace(nn.Sequential(nn.Tanh()), (torch.ones(2, 3),)).cut([]).stages
+    stage.compiled = lambda x: (torch.tanh(x) + 0.1,)
+    assert "training.compile: false" in check(stage, lambda _: None, torch.ones(2, 3))
+    assert stage.compiled is not None
+    stage.compiled = lambda x: (torch.tanh(x),)
+    assert check(stage, lambda _: None, torch.ones(2, 3)) is None
 
 
 # Whole jobs

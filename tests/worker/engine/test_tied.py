@@ -60,8 +60,8 @@ def test_only_those_sum_who_have_something_to_sum_with():
 
 
 def candidates(engine, graph, mesh_of_stage):
-    own = {index: module for index, (module, _) in engine.stages.items()}
-    return bucket_candidates(LocalStages(own, mesh_of_stage, graph.edges, graph.tied), engine._collectives)
+    own = LocalStages(engine.stages, mesh_of_stage, graph.edges, graph.tied)
+    return bucket_candidates(own, engine._collectives)
 
 
 def test_workers_sum_early_what_is_trained_and_of_their_mesh_alone():

@@ -88,12 +88,13 @@ class _Worker:
     def __init__(self, mesh: str, stage: nn.Module, whole: nn.Module | None):
         self.mesh = mesh
         stage.original_names = {name: f"{mesh}.{name}" for name, _ in stage.named_parameters()}
+        optimizer = torch.optim.AdamW(stage.parameters(), lr=0.05)
         self.update = ModelUpdate(
             LocalStages({0: stage}, [mesh]),
             Collectives(LocalTransport.group(Topology((mesh,)))[mesh, 0], {}),
             UpdateSettings(clip_grad_norm=1.0, non_finite="stop"),
-            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
-            lr_schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS),
+            optimizer=optimizer,
+            lr_schedule=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS),
         )
         rest = {} if whole is None else {RECORD_SHARD: record_to_state(make_record(whole), {})}
         self.saver = ShardSaver(mesh, lambda step: self.update.state(), rest)

@@ -106,7 +106,7 @@ def test_an_unfamiliar_model_trains_as_its_plain_loop(
         assert [(step[0].loss_scale, step[0].skipped) for step in results] == plain.run.scales
         assert not all(skipped for _, skipped in plain.run.scales)
     if variant == "compile":
-        assert any(note.startswith("by torch.compile, stages in pieces") for note in notes)
+        assert any(note.startswith("by torch.compile, stages in graphs") for note in notes)
         assert not any("runs as traced" in note for note in notes), notes
     if variant == "tensor 2" or precision != "fp32":
         return

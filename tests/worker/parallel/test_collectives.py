@@ -62,7 +62,7 @@ def engine_of(worker, transport, limits):
         LocalStages({0: shared.module}, ["m0"], cut.edges, cut.tied, shards),
         collectives,
         loss=squared_error,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        optimizer=torch.optim.SGD(shared.module.parameters(), lr=0.1),
         options=options,
     )
     return engine, group

@@ -90,8 +90,24 @@ def _tied_groups(
     return {name: group for name, group in groups.items() if group in collectives.groups}
 
 
+def optimizer_of(
+    stages: Mapping[int, nn.Module],
+    make: Callable[[list[nn.Parameter], list[str]], torch.optim.Optimizer],
+    device: torch.device | str = "cpu",
+) -> torch.optim.Optimizer | None:
+    """The optimizer of the trained parameters of `stages`, which `make` gets with their original names. Where they train
+    none it is one of a zero, which enters the sums of the other meshes' and is no state; None where `make` refuses that."""
+    trained = {name: p for name, p in named_parameters(stages).items() if p.requires_grad}
+    if trained:
+        return make(list(trained.values()), list(trained))
+    try:
+        return make([zero_parameter(device)], [""])
+    except Exception:  # a factory that wants more than one parameter, which no trial of sums passes
+        return None
+
+
 class ModelUpdate:
-    """The parameters of the stages of one mesh, each once, by original name.
+    """The parameters of the stages of one mesh, each once, by original name; `optimizer` is that of `optimizer_of`.
 
     Those in `bucketed` are summed by `reduce_bucket`, all others by `reduce`."""
 
@@ -101,8 +117,8 @@ class ModelUpdate:
         collectives: Collectives,
         settings: UpdateSettings,
         *,
-        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None,
-        lr_schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
+        optimizer: torch.optim.Optimizer | None,
+        lr_schedule: Any | None = None,
         scaler: PipelineGradScaler | None = None,
         bucketed: Collection[str] = (),
     ):
@@ -133,12 +149,14 @@ class ModelUpdate:
         ]
         # The tensors that the optimizer updates, by name: partitions of the parameters with ZeRO-1.
         self.updated: Mapping[str, nn.Parameter] = self.parameters
-        trainable = [p for p in self.parameters.values() if p.requires_grad]
-        self.optimizer = optimizer(trainable) if optimizer is not None and trainable else None
+        trains = any(p.requires_grad for p in self.parameters.values())
+        self.optimizer, self.lr_schedule = (optimizer, lr_schedule) if trains else (None, None)
         # STEP waits for that of the other meshes, where the optimizer sums over the parameters of all.
-        self.sums_in_step = False
-        self._joining = self._complete_sums(optimizer) if optimizer and len(topology.meshes) > 1 else None
-        self.lr_schedule = lr_schedule(self.optimizer) if lr_schedule and self.optimizer else None
+        self.sums_in_step = optimizer is not None and len(topology.meshes) > 1 and sums_over_ranks(optimizer)
+        self._joining = optimizer if self.sums_in_step and not trains else None
+        if self.sums_in_step:
+            leads = mesh == topology.meshes[0]
+            complete_sums(optimizer, self._sum_over_meshes, leads=leads, device=settings.device)
         self._norm: torch.Tensor | None = None
         self._bucketed = frozenset(bucketed)
         # Of parameters without a gradient of this worker: how many others made one.
@@ -220,26 +238,6 @@ class ModelUpdate:
             with torch.enable_grad():
                 self.optimizer.step()
 
-    def _complete_sums(
-        self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-    ) -> torch.optim.Optimizer | None:
-        """Have an optimizer that sums over its parameters sum over those of all meshes, in STEP. On a mesh that trains none
-        an optimizer of a zero, which enters the sums of the others; it is no state."""
-        joining = None
-        if self.optimizer is None:
-            try:
-                joining = make([zero_parameter(self._settings.device)])
-            except Exception:  # a factory that wants more than one parameter, which no trial of sums passes
-                return None
-        optimizer = self.optimizer or joining
-        self.sums_in_step = sums_over_ranks(optimizer)
-        if not self.sums_in_step:
-            return None
-        leads = self.collectives.mesh == self.collectives.topology.meshes[0]
-        complete_sums(optimizer, self._sum_over_meshes, leads=leads, device=self._settings.device)
-        return joining
-
-    @torch.no_grad()
     def _sum_over_meshes(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` over the meshes, in place; the ranks of a mesh have equal ones, of which one counts."""
         total = tensor.detach().to(torch.float64, copy=True)

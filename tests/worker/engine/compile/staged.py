@@ -30,12 +30,3 @@ def made(stage, state, *, step=1, given=TOKENS):
     stage.zero_grad()
     output.square().sum().backward()
     return [output.detach(), *(p.grad.clone() for p in stage.parameters())]
-
-
-def forward(stage):
-    """What a compiler is given to run."""
-
-    def run(training):
-        return run_forward(stage, [TOKENS], device_type="cpu", training=training, autocast_dtype=None)
-
-    return run

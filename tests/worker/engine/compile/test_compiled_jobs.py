@@ -15,7 +15,6 @@ from worker.actor.benchmarks import profile_key
 from worker.contract.job import Job
 from worker.contract.profile import LayerProfile
 from worker.engine import compile as room
-from worker.engine.compile import pieces_of
 from worker.verify.local_gang import prepare_workers
 
 
@@ -56,7 +55,7 @@ def test_every_loss_gradient_parameter_and_buffer_is_that_of_the_plain_model(spe
     proof = proof_of(compiled(spec_of()), steps=2)
     assert proof.difference is None
     assert proof.steps == 2
-    assert any(note.startswith("by torch.compile, stages in pieces: s0 in") for note in proof.notes)
+    assert any(note.startswith("by torch.compile, stages in graphs: s0 in") for note in proof.notes)
     assert not any("runs as traced" in note for note in proof.notes)
     assert "runs as traced from here on" not in caplog.text, "a step ran a graph that nothing had tried"
 
@@ -104,7 +103,11 @@ def test_a_stage_whose_loss_leaves_an_output_unused_trains_no_weight_that_the_pl
     spec["loss"] = {"factory": f"{__name__}:of_the_first"}
     proof = proof_of(spec, steps=2)
     assert proof.difference is None
-    assert any("stage s0 runs as traced: the loss uses only some" in note for note in proof.notes)
+    (note,) = (note for note in proof.notes if "stage s0 runs as traced: compiled, the gradient of" in note)
+    assert (
+        "unused" in note
+        and "(2 in all) would be one of zeros where it is none, as the loss uses only some" in note
+    )
 
 
 @pytest.mark.slow
@@ -115,11 +118,11 @@ def test_no_step_compiles_and_a_job_that_cannot_be_compiled_trains_as_it_did(mon
     with Workers(spec) as run:
         expected = run.losses(range(1, 3))
     with Workers(compiled(spec)) as run:
-        found = [piece for worker in run.workers for piece in pieces_of(worker.stages[0])]
-        before = [piece.compiled.calls for piece in found]
+        bodies = [worker.stages[0].compiled for worker in run.workers]
+        before = [body.graphs for body in bodies]
         losses = run.losses(range(1, 3))
-        assert [piece.compiled.calls for piece in found] == before
-        assert before
+        assert [body.graphs for body in bodies] == before
+        assert all(before)
     assert losses == pytest.approx(expected, rel=1e-5)
 
     def broken(graph, arguments):
