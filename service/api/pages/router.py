@@ -95,10 +95,9 @@ def is_for_a_reader(request: Request) -> bool:
 
 
 def missing_page(request: Request) -> HTMLResponse:
-    """404 as a page: nothing is at this address."""
-    return _templates.TemplateResponse(
-        request, "missing.html", {"path": request.url.path}, status_code=404, headers=_HEADERS
-    )
+    """404 as a page: nothing is at this address, or no job that the visitor sees."""
+    context = {"path": request.url.path, "job_id": request.path_params.get("job_id")}
+    return _templates.TemplateResponse(request, "missing.html", context, status_code=404, headers=_HEADERS)
 
 
 def dashboard_links(grafana_url: str | None, job: JobRow, *, at: float) -> dict[str, str]:
