@@ -151,9 +151,7 @@ async def _check_project(service: Service, name: str, caller: Principal) -> None
             known = bool(await project_members(session, name))
     if not known:
         own = sorted(caller.visible_projects or ())
-        way_out = (
-            f"use one of {', '.join(own)}" if own else "GET /api/v1/projects lists those with members"
-        )
+        way_out = f"use one of {', '.join(own)}" if own else "GET /api/v1/projects lists those with members"
         raise field_problem("project", name, f"there is no such project that you are in: {way_out}")
     role = caller.role_in(name)
     if role is None or not role.includes(Role.SUBMITTER):
