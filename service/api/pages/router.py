@@ -17,9 +17,11 @@ from fastapi import APIRouter, Depends, HTTPException, Request, Response
 from fastapi.responses import FileResponse, HTMLResponse
 from fastapi.templating import Jinja2Templates
 
+from service.api.auth import Caller
 from service.api.dependencies import CurrentService, JobId
 from service.api.sso import CALLBACK_PATH, SIGNED_ON, SignOnError, SingleSignOn, sso_of
 from service.jobs import explain
+from service.jobs.admin import read_projects
 from service.jobs.problems import ProblemError
 from service.schemas.jobs import Integer
 from service.spec.names import JOB_ID_PATTERN
@@ -49,9 +51,10 @@ open_router = APIRouter(include_in_schema=False)
 
 
 @router.get("/", response_class=HTMLResponse)
-async def jobs_page(request: Request, service: CurrentService) -> HTMLResponse:
-    """The list of jobs."""
-    context = {"states": list(JobState), "queues": list(service.settings.queues)}
+async def jobs_page(request: Request, caller: Caller, service: CurrentService) -> HTMLResponse:
+    """The list of jobs, with a choice of projects for who is in more than one."""
+    projects = [project.name for project in (await read_projects(service, caller)).items]
+    context = {"states": list(JobState), "queues": list(service.settings.queues), "projects": projects}
     return _templates.TemplateResponse(request, "jobs.html", context, headers=_HEADERS)
 
 
