@@ -5,8 +5,9 @@ of their attempt. A token comes as `Authorization: Bearer`, or as the password o
 Where pages log in at the identity provider, browsers have a session (sso.py). They send it, and Basic, with any
 request, so neither may change anything unless the page that asks is our own.
 
-A route that LEAST_ROLE does not list is for admins; a test finds it. Ownership of single jobs, plans and secrets is
-checked by the routes themselves.
+A route that LEAST_ROLE does not list is for admins; a test finds it. A route with a job's id answers 404 where the
+caller is not in the job's project, before it begins. Ownership of single jobs, plans and secrets is checked by the
+routes themselves, which find the caller's projects in the Principal.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from __future__ import annotations
 import base64
 import binascii
 import hmac
+import re
+from dataclasses import replace
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -21,8 +24,10 @@ from fastapi import Depends, Request
 from service.api.dependencies import CurrentService
 from service.api.oidc import IdentityProvider, InvalidTokenError, IssuerUnavailableError, NoRoleError
 from service.api.sso import SIGNED_ON, sso_of
+from service.jobs.lifecycle import visible_scope
 from service.jobs.problems import ProblemError
 from service.jobs.service import Service
+from service.spec.names import JOB_ID_PATTERN
 from service.spec.principals import (
     API_TOKEN_PRINCIPAL,
     METRICS_TOKEN_PRINCIPAL,
@@ -32,6 +37,7 @@ from service.spec.principals import (
 )
 from service.store.attempts import find_attempt
 from service.store.database import utc_now
+from service.store.queues import project_roles_of
 from service.store.secrets import find_token, token_digest
 from service.store.tables import AttemptRow
 
@@ -62,6 +68,8 @@ _VIEWER_ROUTES = (
     ("GET", "/api/v1/nodes"),
     ("GET", "/api/v1/plans/named"),
     ("GET", "/api/v1/plans/named/{name}"),
+    ("GET", "/api/v1/projects"),
+    ("GET", "/api/v1/projects/{name}"),
     ("GET", "/api/v1/queues"),
     ("GET", "/api/v1/usage"),
     ("GET", "/api/v1/whoami"),
@@ -89,6 +97,8 @@ _OPERATOR_ROUTES = (
 )
 _ADMIN_ROUTES = (
     ("GET", "/api/v1/audit"),
+    ("PUT", "/api/v1/projects/{name}/members"),
+    ("DELETE", "/api/v1/projects/{name}/members"),
     ("GET", "/api/v1/tokens"),
     ("POST", "/api/v1/tokens"),
     ("DELETE", "/api/v1/tokens/{name}"),
@@ -112,7 +122,8 @@ _ADMITTED = "slotline.admitted"
 
 
 async def require_user(request: Request, service: CurrentService) -> Principal:
-    """The caller; 401 without a valid token, 403 where its role may not call this route."""
+    """The caller with its projects; 401 without a valid token, 403 where its role may not call this route, 404 for a job
+    of a project that it is not in."""
     if not service.settings.authenticates:
         return OPEN_ACCESS_PRINCIPAL
     if (admitted := request.scope.get(_ADMITTED)) is not None:
@@ -137,8 +148,32 @@ async def require_user(request: Request, service: CurrentService) -> Principal:
             f"{caller.name} is {caller.role}, and {request.method} {path} takes {least}: "
             "ask an admin for a token with that role",
         )
+    caller = await _with_projects(service, caller, request.path_params.get("job_id", ""))
     request.scope[_ADMITTED] = caller
     return caller
+
+
+async def _with_projects(service: Service, caller: Principal, job_id: str) -> Principal:
+    """The caller with its roles in projects; 404 for the id of a job that it does not see, as for one that nothing has."""
+    if caller.visible_projects is None:
+        return caller
+    async with service.database.read() as session:
+        caller = replace(caller, projects=await project_roles_of(session, caller.name))
+        if re.fullmatch(JOB_ID_PATTERN, job_id):
+            await visible_scope(session, caller, job_id)
+    return caller
+
+
+async def is_scraper(request: Request, service: Service) -> bool:
+    """True for a caller who may know of all jobs: with the metrics token or an operator's, and where none is asked for."""
+    if not service.settings.authenticates:
+        return True
+    token = _bearer_token(request) or _basic_token(request)
+    try:
+        caller = None if token is None else await _find_principal(service, token, request)
+    except ProblemError:
+        return False
+    return caller is not None and (caller.role is Role.METRICS or caller.visible_projects is None)
 
 
 Caller = Annotated[Principal, Depends(require_user)]

@@ -125,6 +125,8 @@ def install_error_handlers(app: FastAPI) -> None:
     async def problem(request: Request, error: ProblemError) -> Response:
         if error.status == 401 and (address := _login_address(request)) is not None:
             return RedirectResponse(address, 303, headers={"Cache-Control": "no-store"})
+        if error.status == 404 and is_for_a_reader(request):
+            return missing_page(request)
         return problem_response(
             error.status, error.detail, errors=error.errors, headers=error.headers, code=error.code
         )

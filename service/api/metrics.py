@@ -10,7 +10,7 @@ import functools
 import platform
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
@@ -25,25 +25,30 @@ from service.jobs.service import Service
 from service.observability import instruments
 from service.orchestrator.planning.pool import PlannerLoad
 from service.schemas.clusters import NodeView
+from service.spec.principals import DEFAULT_PROJECT
 from service.store.database import utc_now
 from service.store.leases import read_lease_status
 from service.store.queues import ControlPlaneCounts, count_jobs_and_attempts
 
 
-async def scrape(service: Service) -> bytes:
-    """The text of one scrape, made once for all who scrape within _KEPT_S, unless this process commits something."""
-    make = functools.partial(_scrape, service)
-    return await service.shared_reads.read("metrics", make, keep_s=_KEPT_S)
+async def scrape(service: Service, *, whole: bool) -> bytes:
+    """The text of one scrape, made once for all who scrape within _KEPT_S, unless this process commits something; with
+    single jobs of all projects, or only of the one that everybody is in."""
+    make = functools.partial(_scrape, service, whole=whole)
+    kind = "metrics of all projects" if whole else "metrics"
+    return await service.shared_reads.read(kind, make, keep_s=_KEPT_S)
 
 
 _KEPT_S = 0.5
 """Several Prometheus scrape at one moment; none more often than once in a second."""
 
 
-async def _scrape(service: Service) -> bytes:
+async def _scrape(service: Service, *, whole: bool) -> bytes:
     queues = tuple(service.settings.queues)
     counts = await count_jobs_and_attempts(service.database, queues)
     jobs = await read_job_metrics(service.database, queues, at=utc_now())
+    if not whole:
+        jobs = replace(jobs, jobs=tuple(job for job in jobs.jobs if job.project == DEFAULT_PROJECT))
     lease = await read_lease_status(service.database)
     process = ProcessState(
         service.settings.url,
@@ -242,7 +247,7 @@ class _JobCollector(Collector):
         info = GaugeMetricFamily(
             "slotline_job_info",
             "1 for each job that has begun and is not over.",
-            labels=["job", "name", "owner", "queue", "state", "attempt"],
+            labels=["job", "name", "owner", "queue", "state", "attempt", "project"],
         )
         attempts = _job_gauge("job_attempts", "Attempts that the job has made.")
         age = _job_gauge("checkpoint_age_seconds", "Since a training job's last checkpoint, or its start.")
@@ -273,7 +278,8 @@ class _JobCollector(Collector):
                 ended.add_metric([job.id, job.interruption.reason], job.interruption.at.timestamp())
             for phase, seconds in job.start_s.items():
                 start.add_metric([job.id, phase], seconds)
-            info.add_metric([job.id, job.name, job.owner, job.queue, job.state, str(job.attempt)], 1)
+            described = (job.id, job.name, job.owner, job.queue, job.state, str(job.attempt), job.project)
+            info.add_metric(described, 1)
             attempts.add_metric([job.id], job.attempt)
             if job.checkpoint_age_s is not None:
                 age.add_metric([job.id], job.checkpoint_age_s)

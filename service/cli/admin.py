@@ -1,4 +1,4 @@
-"""Commands of `slotline` for principals and operators: token, secret, whoami, audit, quota, notifications.
+"""Commands of `slotline` for principals and operators: token, secret, project, whoami, audit, quota, notifications.
 
 `token` works on the database that the settings name, so that the first admin token can be made before any server
 runs; with --server it calls a running server's API instead. Every other command is a call of service.client.client. A
@@ -33,9 +33,9 @@ from service.cli.output import (
 from service.cli.serve import settings_or_fail
 from service.client.client import Client
 from service.client.login import DeviceLogin, LoginError, LoginFile
-from service.schemas.admin import NewToken, TokenView
+from service.schemas.admin import NewToken, ProjectView, TokenView
 from service.spec.names import NAME_PATTERN
-from service.spec.principals import Role
+from service.spec.principals import DEFAULT_PROJECT, PROJECT_ROLES, Role
 from service.spec.values import VARIABLE_PATTERN
 
 if TYPE_CHECKING:
@@ -205,6 +205,62 @@ def remove_secret(name: VariableNameArgument, as_json: JsonOption = False) -> No
     """Delete a secret: jobs that name it end at their next attempt."""
     Client().remove_secret(name)
     print(json.dumps({"removed": name}) if as_json else f"removed {name}")
+
+
+ProjectArgument = Annotated[
+    str, typer.Argument(callback=pattern_callback(NAME_PATTERN, "a project's name"), help="A project")
+]
+projects_app = typer.Typer(help="Projects: who sees whose jobs, and with which role.", no_args_is_help=True)
+
+
+@projects_app.command("list")
+def list_projects(as_json: JsonOption = False) -> None:
+    """Your projects, your role in each, and the number of names in its list of members."""
+    projects = Client().projects()
+    if as_json:
+        print_json(models_to_json(projects))
+        return
+    table = borderless_table()
+    for title in ("project", "your role", "members"):
+        table.add_column(title, overflow="fold")
+    for project in projects:
+        members = "everybody" if project.name == DEFAULT_PROJECT else str(len(project.members))
+        table.add_row(project.name, project.role, members)
+    out.print(table)
+
+
+@projects_app.command("show")
+def show_project(project: ProjectArgument, as_json: JsonOption = False) -> None:
+    """The members of a project."""
+    _print_members(Client().project(project), as_json=as_json)
+
+
+@projects_app.command("member")
+def set_member(
+    project: ProjectArgument,
+    principal: Annotated[
+        str, typer.Argument(help="A name as whoami has it, with * and ? for others: 'ci-*'")
+    ],
+    role: Annotated[str, typer.Argument(help="viewer, submitter or admin; none takes the name out")],
+    as_json: JsonOption = False,
+) -> None:
+    """Give principals a role in a project, or none, for admins; the first member makes the project."""
+    if role not in (*PROJECT_ROLES, "none"):
+        raise CliError(f"{role!r} is no role in a project: give {', '.join(PROJECT_ROLES)}, or none")
+    with Client() as client:
+        if role != "none":
+            _print_members(client.set_project_member(project, principal, Role(role)), as_json=as_json)
+            return
+        client.remove_project_member(project, principal)
+    print(json.dumps({"removed": principal}) if as_json else f"removed {principal}")
+
+
+def _print_members(project: ProjectView, *, as_json: bool) -> None:
+    if as_json:
+        print_json(project.model_dump(mode="json"))
+        return
+    for member in project.members:
+        print(member.principal, member.role)
 
 
 TokenNameArgument = Annotated[

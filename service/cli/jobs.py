@@ -43,6 +43,7 @@ from service.schemas.activity import EvaluationView, TimelineSide, TimelineView
 from service.schemas.jobs import JobSummary, JobView
 from service.settings.clusters import DEFAULT_CLUSTER
 from service.spec.job import IDEMPOTENCY_KEY_PATTERN
+from service.spec.principals import DEFAULT_PROJECT
 from service.spec.short_forms import file_form
 from service.spec.states import JobState
 
@@ -77,12 +78,15 @@ def submit(
         ),
     ] = None,
     plan: SavedPlanOption = None,
+    project: Annotated[str | None, typer.Option(help="The project whose members see it")] = None,
     changes: ChangesOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Submit a job. A folder in code.working_dir is uploaded."""
     client = Client()
-    spec = with_changes(read_spec(file), changes or ()) | ({} if plan is None else {"plan": plan})
+    spec = with_changes(read_spec(file), changes or ())
+    named = {"plan": plan, "project": project}
+    spec |= {field: name for field, name in named.items() if name is not None}
     try:
         spec = with_steps(spec, file)
     except (ValueError, OSError) as error:
@@ -186,6 +190,7 @@ def list_jobs(
     queue: Annotated[str | None, typer.Option(help="Only jobs of this queue")] = None,
     owner: Annotated[str | None, typer.Option(help="Only jobs that this principal submitted")] = None,
     name: Annotated[str | None, typer.Option(help="Only jobs of this name")] = None,
+    project: Annotated[str | None, typer.Option(help="Only jobs of this project")] = None,
     label: Annotated[
         list[str] | None,
         typer.Option(help="Only jobs with this label, name=value or name; several: with all"),
@@ -206,6 +211,7 @@ def list_jobs(
         queue=queue,
         owner=owner,
         name=name,
+        project=project,
         labels=labels,
         since=_minutes_ago(since),
         until=_minutes_ago(until),
@@ -372,11 +378,13 @@ def _state_colour(job: JobSummary) -> str:
 def jobs_table(jobs: Sequence[JobSummary]) -> RenderableType:
     """One row a job. Narrow terminals fold names and queues, and have the reasons below, whose words stand whole."""
     narrow, progress = out.width < _NARROW, out.width >= _WITH_PROGRESS
-    titles = ("job", "name", "queue", "state", "step", *(("done", "left") if progress else ()), "loss")
+    projects = any(job.project != DEFAULT_PROJECT for job in jobs)
+    titles = ("job", "name", *(("project",) if projects else ()), "queue", "state", "step")
+    titles += (*(("done", "left") if progress else ()), "loss")
     table = borderless_table(collapse_padding=True)
     for title in titles:
         whole = title in ("job", "state", "step", "done", "left", "loss")
-        width = {"name": 14, "queue": 8}.get(title) if narrow else None
+        width = {"name": 14, "queue": 8, "project": 8}.get(title) if narrow else None
         table.add_column(title, overflow="fold", no_wrap=whole, max_width=width)
     reasons = Table.grid(padding=(0, 1, 0, 0))
     reasons.add_column(no_wrap=True)
@@ -389,6 +397,7 @@ def jobs_table(jobs: Sequence[JobSummary]) -> RenderableType:
         table.add_row(
             job.id,
             job.name,
+            *([job.project] if projects else []),
             job.queue,
             state_text(job),
             f"{done.step}/{done.steps}",

@@ -67,6 +67,7 @@ _GROUPS = {
     "token": ("admin", "tokens_app"),
     "tokens": ("admin", "tokens_app"),
     "secret": ("admin", "secrets_app"),
+    "project": ("admin", "projects_app"),
     "plans": ("plan", "plans_app"),
     "node": ("nodes", "node_app"),
 }

@@ -22,7 +22,7 @@ from html import escape
 from http import HTTPStatus
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypedDict, TypeVar, Unpack
 from urllib.parse import quote
 
 import httpx
@@ -48,6 +48,8 @@ from service.schemas.admin import (
     DeliveryPage,
     DeliveryView,
     NewToken,
+    ProjectList,
+    ProjectView,
     SecretList,
     SecretView,
     TokenList,
@@ -170,6 +172,15 @@ class ApiError(ClientError):
         return self.status in _TEMPORARY_STATUSES
 
 
+class JobFields(TypedDict, total=False):
+    """Fields of jobs by which a list is filtered."""
+
+    name: str | None
+    project: str | None
+    queue: str | None
+    owner: str | None
+
+
 class Client:
     """Calls to the server at `url` (SLOTLINE_URL), with `token` (SLOTLINE_API_TOKEN, else that of `slotline login`); a
     context that closes itself.
@@ -248,22 +259,20 @@ class Client:
         self,
         *,
         state: JobState | Sequence[JobState] | None = None,
-        queue: str | None = None,
-        owner: str | None = None,
         limit: int | None = None,
-        name: str | None = None,
         labels: Mapping[str, str | None] = MappingProxyType({}),
         since: datetime | None = None,
         until: datetime | None = None,
+        **fields: Unpack[JobFields],
     ) -> Iterator[JobSummary]:
         """Jobs, newest first, at most `limit`; a page is asked for when it is needed.
 
-        A job matches that has all of `labels` (None: any value) and was submitted at `since` or later and before
-        `until` (times with zones).
+        A job matches that has the `fields` (None: any) and all of `labels` (None: any value) and was submitted at `since`
+        or later and before `until` (times with zones).
         """
         times = {"since": since and since.isoformat(), "until": until and until.isoformat()}
         label = [key if value is None else f"{key}={value}" for key, value in labels.items()]
-        filters = {"state": state, "queue": queue, "owner": owner, "name": name, "label": label, **times}
+        filters = {"state": state, "label": label, **times, **fields}
         return self._first_items(JobPage, "/api/v1/jobs", limit, **filters)
 
     def change(
@@ -560,6 +569,24 @@ class Client:
     def revoke_token(self, name: str) -> None:
         """Make a token invalid, for admins."""
         self._call("DELETE", f"/api/v1/tokens/{name}")
+
+    def projects(self) -> list[ProjectView]:
+        """One's own projects with their members; all for operators."""
+        return self._get(ProjectList, "/api/v1/projects").items
+
+    def project(self, name: str) -> ProjectView:
+        """A project that one is in, with its members."""
+        return self._get(ProjectView, f"/api/v1/projects/{name}")
+
+    def set_project_member(self, project: str, principal: str, role: Role) -> ProjectView:
+        """Give a principal, or all whose names fit a pattern, a role in a project, for admins."""
+        body = {"principal": principal, "role": role}
+        answer = self._call("PUT", f"/api/v1/projects/{project}/members", json=body)
+        return self._parsed(ProjectView, answer)
+
+    def remove_project_member(self, project: str, principal: str) -> None:
+        """Take a principal or pattern out of a project, for admins."""
+        self._call("DELETE", f"/api/v1/projects/{project}/members", params={"principal": principal})
 
     def set_secret(self, name: str, value: str) -> None:
         """Store a secret of one's own: a job that names it in `secrets` finds it in its environment."""

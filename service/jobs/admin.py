@@ -1,18 +1,20 @@
-"""Tokens, secrets, the audit list, and the log of notifications.
+"""Tokens, projects, secrets, the audit list, and the log of notifications.
 
+A project is there as long as it has members; everybody is in the default one, which has no list of them.
 Secrets are stored encrypted; no answer ever holds one, only the drivers of their owner's jobs read them.
 A token is shown once: the store keeps its digest.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from urllib.parse import urlsplit
 
 from sqlalchemy.exc import IntegrityError
 
 from service.jobs.lifecycle import existing_job
-from service.jobs.problems import ProblemError
+from service.jobs.problems import ProblemError, field_problem
 from service.jobs.service import Service
 from service.schemas.admin import (
     AuditPage,
@@ -20,17 +22,21 @@ from service.schemas.admin import (
     DeliveryPage,
     DeliveryView,
     NewToken,
+    ProjectList,
+    ProjectMember,
+    ProjectView,
     SecretList,
     SecretView,
     TokenList,
     TokenRequest,
     TokenView,
 )
-from service.spec.principals import Principal
+from service.spec.principals import DEFAULT_PROJECT, Membership, Principal
 from service.spec.values import MAX_SECRET_LENGTH, MIN_SECRET_LENGTH, checked_variable_name
 from service.store.database import utc_now
 from service.store.events import list_audit
 from service.store.notifications import deliveries_of
+from service.store.queues import project_members, remove_project_member, set_project_member
 from service.store.secrets import (
     NoSecretsKeyError,
     SecretBox,
@@ -118,6 +124,53 @@ async def revoke_token(service: Service, name: str, caller: Principal) -> None:
         known = await delete_token(session, name, by=caller.name, at=utc_now())
     if not known:
         raise ProblemError(404, f"there is no token named {name}: GET /api/v1/tokens lists them")
+
+
+async def read_projects(service: Service, caller: Principal) -> ProjectList:
+    """The projects that the caller sees, with its role in each, and their members."""
+    async with service.database.read() as session:
+        members = await project_members(session)
+    names = dict.fromkeys([DEFAULT_PROJECT, *(member.project for member in members)])
+    return ProjectList(items=[_project_view(name, members, caller) for name in names if caller.sees(name)])
+
+
+def _project_view(name: str, members: Sequence[Membership], caller: Principal) -> ProjectView:
+    role = caller.role_in(name)
+    assert role is not None
+    own = [member for member in members if member.project == name]
+    return ProjectView(
+        name=name,
+        role=role,
+        members=[ProjectMember(principal=member.principal, role=member.role) for member in own],
+    )
+
+
+async def read_project(service: Service, name: str, caller: Principal) -> ProjectView:
+    """A project with its members; 404 for one that the caller does not see."""
+    projects = await read_projects(service, caller)
+    for project in projects.items:
+        if project.name == name:
+            return project
+    raise ProblemError(404, f"there is no project {name} that you are in: GET /api/v1/projects lists yours")
+
+
+async def set_member(service: Service, name: str, member: ProjectMember, caller: Principal) -> ProjectView:
+    """Give principals a role in a project. 422 for the default one."""
+    if name == DEFAULT_PROJECT:
+        raise field_problem("name", name, "everybody is in it with the role of their token: name another")
+    membership = Membership(name, member.principal, member.role)
+    async with service.database.write() as session:
+        await set_project_member(session, membership, at=utc_now(), by=caller.name)
+    return await read_project(service, name, caller)
+
+
+async def remove_member(service: Service, name: str, principal: str, caller: Principal) -> None:
+    """Take a name out of a project; 404 where it is not in it."""
+    async with service.database.write() as session:
+        known = await remove_project_member(session, name, principal, at=utc_now(), by=caller.name)
+    if not known:
+        message = f"project {name} has no member {principal}: GET /api/v1/projects/{name} lists them"
+        raise ProblemError(404, message)
 
 
 async def read_audit(

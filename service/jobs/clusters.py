@@ -10,8 +10,9 @@ import asyncio
 import functools
 import itertools
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -35,12 +36,12 @@ from service.schemas.clusters import (
 )
 from service.schemas.queues import QueueList, QueueQuotaView, QueueView, WaitReason
 from service.settings.settings import Settings
-from service.spec.principals import Principal
+from service.spec.principals import Principal, Role
 from service.spec.states import NodeMark, mark_in_force
 from service.spec.values import storable_text
 from service.store.attempts import active_attempts, attempts_with_metrics, placements_of
 from service.store.database import utc_now
-from service.store.jobs import heterogeneous_mesh_sizes, waiting_front
+from service.store.jobs import WaitingGroup, heterogeneous_mesh_sizes, waiting_front
 from service.store.node_states import node_marks, set_node_mark
 from service.store.queues import effective_quotas, reset_quota, set_quota
 from service.store.tables import AttemptRow, JobRow, PlacedMeshRow
@@ -52,8 +53,11 @@ _QUEUES_KEPT_S = 1.0  # about a round of the orchestrator, while this process co
 _HOST_AND_PORT = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>[0-9]{1,5})")
 
 
-async def read_clusters(service: Service, name: str | None) -> ClusterView:
-    """Nodes, accelerators and gangs of the cluster of this name, or of all; 404 for an unknown name."""
+async def read_clusters(
+    service: Service, name: str | None, projects: Collection[str] | None = None
+) -> ClusterView:
+    """Nodes, accelerators and gangs of the cluster of this name, or of all; 404 for an unknown name. The jobs are those of
+    these `projects`, or all; the numbers are of all."""
     async with service.database.read() as session:
         active = await active_attempts(session)
         heterogeneous = await heterogeneous_mesh_sizes(
@@ -65,6 +69,8 @@ async def read_clusters(service: Service, name: str | None) -> ClusterView:
     names = {cluster.name for cluster in clusters}
     active = [(attempt, job) for attempt, job in active if attempt.cluster in names]
     left_out = service.clusters.left_out(marks)
+    shown = [(attempt, job) for attempt, job in active if projects is None or job.project in projects]
+    shown_ids = {job.id for _, job in shown}
     states = [_cluster_state(cluster, service.settings) for cluster in clusters]
     away = [state for state in states if not state.available]
     seen = [state.seen_at for state in states]
@@ -73,7 +79,11 @@ async def read_clusters(service: Service, name: str | None) -> ClusterView:
         available=not away,
         error="; ".join(errors) or None,
         seen_at=None if None in seen else min((at for at in seen if at is not None), default=None),
-        nodes=[view for cluster in clusters for view in _node_views(cluster, active, placements, marks)],
+        nodes=[
+            view.model_copy(update={"jobs": [job for job in view.jobs if job.job_id in shown_ids]})
+            for cluster in clusters
+            for view in _node_views(cluster, active, placements, marks)
+        ],
         accelerators=[
             view
             for cluster in clusters
@@ -92,15 +102,18 @@ async def read_clusters(service: Service, name: str | None) -> ClusterView:
                 cluster=attempt.cluster,
                 **_gang_meshes(attempt.accelerators, job.workers_per_mesh, heterogeneous.get(job.id)),
             )
-            for attempt, job in active
+            for attempt, job in shown
         ],
         clusters=states,
     )
 
 
-async def list_nodes(service: Service, cluster: str | None) -> NodeList:
-    """Nodes of the cluster of this name, or of all, with their states, accelerators and jobs; 404 for an unknown name."""
-    return NodeList(items=(await read_clusters(service, cluster)).nodes)
+async def list_nodes(
+    service: Service, cluster: str | None, projects: Collection[str] | None = None
+) -> NodeList:
+    """Nodes of the cluster of this name, or of all, with their states, accelerators and jobs (of these `projects`, or of
+    all); 404 for an unknown name."""
+    return NodeList(items=(await read_clusters(service, cluster, projects)).nodes)
 
 
 async def change_node(
@@ -262,14 +275,26 @@ def _gang_meshes(accelerators: int, workers_per_mesh: int, heterogeneous: list[i
     return {"meshes": len(sizes), "workers_per_mesh": max(sizes, default=1), "workers": sizes}
 
 
-async def list_queues(service: Service) -> QueueList:
-    """Queues with quota, use, reasons of waiting, and the jobs that have the first turns. Made once for all who ask at the
-    same time, whatever the number of jobs that wait."""
-    make = functools.partial(_read_queues, service)
-    return await service.shared_reads.read("queues", make, keep_s=_QUEUES_KEPT_S)
+async def list_queues(service: Service, projects: Collection[str] | None = None) -> QueueList:
+    """Queues with quota, use, reasons of waiting, and the jobs of these `projects` (None: of all) that have the first turns.
+    Read once for all who ask at the same time, whatever the number of jobs that wait."""
+    read = functools.partial(_read_queues, service)
+    queues = await service.shared_reads.read("queues", read, keep_s=_QUEUES_KEPT_S)
+    return QueueList(items=[_queue_view(name, queues, service.settings, projects) for name in queues.quotas])
 
 
-async def _read_queues(service: Service) -> QueueList:
+@dataclass(frozen=True)
+class _WaitQueues:
+    """All queues by name with their quotas, the waiting jobs that have the first turns of each project, all waiting jobs by
+    queue, project and reason, and the accelerators that running ones hold."""
+
+    quotas: Mapping[str, int | None]
+    front: Sequence[JobRow]
+    groups: Sequence[WaitingGroup]
+    used: Mapping[str, int]
+
+
+async def _read_queues(service: Service) -> _WaitQueues:
     async with service.database.read() as session:
         active = await active_attempts(session)
         front, groups = await waiting_front(session, _LISTED_WAITING)
@@ -278,31 +303,42 @@ async def _read_queues(service: Service) -> QueueList:
     front = await asyncio.to_thread(
         admission_order, front, active, service.clusters.capacities({}, marks), service.settings
     )
-    items = []
-    for name in dict.fromkeys(
-        [*quotas, *(group.queue for group in groups), *(job.queue for _, job in active)]
-    ):
-        reasons = sorted((group for group in groups if group.queue == name), key=lambda group: -group.jobs)
-        first = itertools.islice((job for job in front if job.queue == name), _LISTED_WAITING)
-        items.append(
-            QueueView(
-                name=name,
-                quota=quotas.get(name),
-                used=sum(attempt.accelerators for attempt, job in active if job.queue == name),
-                depth=sum(group.jobs for group in reasons),
-                reasons=[
-                    WaitReason(reason=group.reason, jobs=group.jobs, first=job_summary(group.first))
-                    for group in reasons
-                ],
-                waiting=[job_summary(job) for job in first],
-                cluster=service.settings.cluster_of(name),
-            )
-        )
-    return QueueList(items=items)
+    used = Counter[str]()
+    for attempt, job in active:
+        used[job.queue] += attempt.accelerators
+    names = dict.fromkeys([*quotas, *(group.queue for group in groups), *used])
+    return _WaitQueues({name: quotas.get(name) for name in names}, front, groups, used)
 
 
-async def prometheus_targets(service: Service) -> list[TargetGroup]:
-    """Endpoints of drivers that serve metrics on a node of their own cluster, also a while after their end."""
+def _queue_view(
+    name: str, queues: _WaitQueues, settings: Settings, projects: Collection[str] | None
+) -> QueueView:
+    groups = [group for group in queues.groups if group.queue == name]
+    reasons = dict[str | None, WaitReason]()
+    for group in sorted(groups, key=lambda group: (group.first.queued_at, group.first.id)):
+        if projects is not None and group.project not in projects:
+            continue
+        if (known := reasons.get(group.reason)) is not None:
+            known.jobs += group.jobs
+        else:
+            first = job_summary(group.first)
+            reasons[group.reason] = WaitReason(reason=group.reason, jobs=group.jobs, first=first)
+    waiting = (job for job in queues.front if job.queue == name)
+    shown = (job for job in waiting if projects is None or job.project in projects)
+    return QueueView(
+        name=name,
+        quota=queues.quotas[name],
+        used=queues.used.get(name, 0),
+        depth=sum(group.jobs for group in groups),
+        reasons=sorted(reasons.values(), key=lambda reason: -reason.jobs),
+        waiting=[job_summary(job) for job in itertools.islice(shown, _LISTED_WAITING)],
+        cluster=settings.cluster_of(name),
+    )
+
+
+async def prometheus_targets(service: Service, caller: Principal) -> list[TargetGroup]:
+    """Endpoints of drivers that serve metrics on a node of their own cluster, also a while after their end: of the jobs that
+    the caller sees, and of all for a scraper."""
     nodes = {
         cluster.name: {node.address.lower() for node in cluster.watcher.snapshot.nodes}
         for cluster in service.clusters
@@ -321,7 +357,8 @@ async def prometheus_targets(service: Service) -> list[TargetGroup]:
             },
         )
         for attempt, job in measured
-        if serves_on(str(attempt.metrics_endpoint), nodes.get(attempt.cluster, ()))
+        if (caller.role is Role.METRICS or caller.sees(job.project))
+        and serves_on(str(attempt.metrics_endpoint), nodes.get(attempt.cluster, ()))
     ]
 
 

@@ -148,14 +148,19 @@ def require_job(job: JobRow | None, job_id: str) -> JobRow:
     return job
 
 
-async def check_may_change(session: AsyncSession, caller: Principal, job_id: str) -> None:
-    """404 for no job, 403 for another owner's, unless the caller is an operator."""
-    owner = await store.owner_of(session, job_id)
-    if owner is None:
+async def visible_scope(session: AsyncSession, caller: Principal, job_id: str) -> store.JobScope:
+    """Owner and project of a job; 404 for no job, and for one of a project that the caller is not in."""
+    scope = await store.scope_of(session, job_id)
+    if scope is None or not caller.sees(scope.project):
         raise _no_job_problem(job_id)
-    if not caller.may_change(owner):
-        possessive = f"{owner}'s" if owner else "nobody's that is known"
-        raise ProblemError(403, f"job {job_id} is {possessive}, and {caller.name} is no operator: ask one")
+    return scope
+
+
+async def check_may_change(session: AsyncSession, caller: Principal, job_id: str) -> None:
+    """404 for no job that the caller sees, 403 for one that it may not change."""
+    owner, project = await visible_scope(session, caller, job_id)
+    if not caller.may_change(owner, project):
+        raise ProblemError(403, f"job {job_id} is {caller.why_not(owner, project)}: ask one")
 
 
 def _no_job_problem(job_id: str) -> ProblemError:

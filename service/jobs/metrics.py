@@ -24,6 +24,7 @@ from sqlalchemy.orm import aliased
 
 from service.jobs.explain import read_calibrations
 from service.jobs.views import effective_training_ratio
+from service.spec.principals import DEFAULT_PROJECT
 from service.spec.states import FINAL_STATES, WAITING_STATES, JobState
 from service.store.database import Database
 from service.store.measurements import SlotRecord, find_timeline
@@ -63,6 +64,7 @@ class JobSeries:
     checkpoint_interval_s: float | None
     over_plan: PlanComparison | None
     owner: str = ""
+    project: str = DEFAULT_PROJECT
     calibrated_makespan_s: float | None = None
     """The makespan of its plan with the costs of profiled steps."""
     start_s: dict[str, float] = field(default_factory=dict)
@@ -138,6 +140,7 @@ async def read_job_metrics(database: Database, queues: tuple[str, ...], *, at: d
                 checkpoint_interval_s=interval,
                 over_plan=over.get(row.id),
                 owner=row.owner or "",
+                project=row.project,
                 calibrated_makespan_s=None
                 if (found := calibrations.get(row.id)) is None
                 else found.makespan_s,
@@ -165,6 +168,7 @@ async def _begun_jobs(session: AsyncSession, limit: int) -> list[Any]:
         first.created_at.label("first_began"),
         JobRow.name,
         JobRow.owner,
+        JobRow.project,
         AttemptRow.created_at.label("created"),
         AttemptRow.submitted_at.label("submitted"),
         AttemptRow.started_at.label("trains"),

@@ -172,7 +172,7 @@ async def plan_named_by(service: Service, spec: JobSpec, caller: Principal) -> S
         return None
     async with service.database.read() as session:
         plan = await find_saved_plan(session, caller.name, spec.plan, whole=False)
-    if plan is None:
+    if plan is None or not caller.sees(plan.project):
         raise field_problem(
             "plan",
             spec.plan,
@@ -208,22 +208,24 @@ async def saved_plan_for_planner(service: Service, plan_id: str, name: str) -> S
 
 
 async def list_summaries(
-    service: Service, *, owner: str | None, after: str | None, limit: int
+    service: Service, caller: Principal, *, owner: str | None, after: str | None, limit: int
 ) -> SavedPlanList:
-    """A page of saved plans, by id, behind the id `after`; of one owner or of all."""
+    """A page of the saved plans that the caller sees, by id, behind the id `after`; of one owner or of all."""
+    projects = caller.visible_projects
     async with service.database.read() as session:
-        plans = await list_saved_plans(session, owner=owner, after=after, limit=limit + 1)
+        plans = await list_saved_plans(session, owner=owner, after=after, limit=limit + 1, projects=projects)
     return SavedPlanList(
         items=[_plan_summary(plan) for plan in plans[:limit]],
         next_page_token=plans[limit - 1].id if len(plans) > limit else None,
     )
 
 
-async def read_saved_plan(service: Service, name: str, owner: str) -> SavedPlanView:
-    """A saved plan as a whole, and the job that it was made for; 404 where the owner has none of this name."""
+async def read_saved_plan(service: Service, name: str, owner: str, caller: Principal) -> SavedPlanView:
+    """A saved plan as a whole, and the job that it was made for; 404 where the owner has none of this name that the caller
+    sees."""
     async with service.database.read() as session:
         plan = await find_saved_plan(session, owner, name)
-    if plan is None:
+    if plan is None or not caller.sees(plan.project):
         raise _no_plan_problem(name, owner)
     summary = _plan_summary(plan)
     return SavedPlanView(
@@ -234,13 +236,16 @@ async def read_saved_plan(service: Service, name: str, owner: str) -> SavedPlanV
 
 
 async def remove_saved_plan(service: Service, name: str, owner: str, caller: Principal) -> None:
-    """Take a plan's name away: jobs that were submitted with it keep it. 403 for another owner's, unless by an operator."""
-    if owner != caller.name and not caller.may_change(owner):
-        raise ProblemError(403, f"plan {name} is {owner}'s, and {caller.name} is no operator: ask one")
+    """Take a plan's name away: jobs that were submitted with it keep it. 403 for another owner's, unless by an operator or
+    an admin of its project; 404 for one that the caller does not see."""
+    own = owner == caller.name  # removed also by who has left its project
     async with service.database.write() as session:
-        known = await delete_saved_plan(session, owner, name, by=caller.name, at=utc_now())
-    if not known:
-        raise _no_plan_problem(name, owner)
+        plan = await find_saved_plan(session, owner, name, whole=False)
+        if plan is None or not (own or caller.sees(plan.project)):
+            raise _no_plan_problem(name, owner)
+        if not own and not caller.may_change(owner, plan.project):
+            raise ProblemError(403, f"plan {name} is {caller.why_not(owner, plan.project)}: ask one")
+        await delete_saved_plan(session, owner, name, by=caller.name, at=utc_now())
 
 
 def _no_plan_problem(name: str, owner: str) -> ProblemError:
@@ -285,6 +290,7 @@ async def _save_new_plan(
     made_for = await service.planner.made_for(job, costs, plan)
     new = NewSavedPlan(
         owner=caller.name,
+        project=spec.project,
         name=name,
         request_digest=request_digest(spec),
         measured_by=provenance.measured_by,
@@ -330,7 +336,7 @@ def _plan_reference(plan: SavedPlanRow) -> dict[str, Any]:
 
 def _plan_summary(plan: SavedPlanRow) -> SavedPlanSummary:
     expires_at = plan.used_at + timedelta(days=KEEP_PLANS_DAYS)
-    names = ("id", "owner", "name", "created_at", "used_at", "size_bytes")
+    names = ("id", "owner", "project", "name", "created_at", "used_at", "size_bytes")
     return SavedPlanSummary(
         **{name: getattr(plan, name) for name in names}, expires_at=expires_at, **plan.summary
     )

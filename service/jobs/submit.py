@@ -26,7 +26,7 @@ from service.spec.job import (
     relative_places,
     stored_field,
 )
-from service.spec.principals import Principal, Role
+from service.spec.principals import DEFAULT_PROJECT, Principal, Role
 from service.spec.values import is_listable
 from service.store.database import utc_now
 from service.store.files import StorageInUseError, find_package
@@ -38,6 +38,7 @@ from service.store.jobs import (
     find_job,
 )
 from service.store.plans import mark_saved_plan_used
+from service.store.queues import project_members
 from service.store.secrets import missing_secrets
 from service.store.tables import JobRow
 from worker.contract.checkpoint_files import CheckpointError, inspect_checkpoints
@@ -59,6 +60,9 @@ async def submit_job(
     409 for a key that was used for another body. The job's trace is the present request's, else `traceparent`, else new.
     """
     digest = request_digest(spec)
+    await _check_project(
+        service, spec.project, caller
+    )  # a key answers nothing of a project that the caller has left
     job = await _find_by_key(service, caller, idempotency_key)
     if job is None:
         await check_references(service, spec, caller)
@@ -118,6 +122,7 @@ async def check_references(service: Service, spec: JobSpec, caller: Principal) -
     It may name a queue, an absolute place of checkpoints and weights, secrets, webhooks, and a package of the caller's.
     """
     _check_plan_size(spec)
+    await _check_project(service, spec.project, caller)
     check_queue(service.settings, spec.queue, caller)
     _check_places(spec)
     await _check_secrets(service, spec, caller)
@@ -135,6 +140,24 @@ def _check_plan_size(spec: JobSpec) -> None:
             str(microbatches),
             f"with {least} stages that is {actions} actions to plan, the limit is {ACTION_LIMIT}: "
             "set fewer microbatches, or fewer pipeline.stages",
+        )
+
+
+async def _check_project(service: Service, name: str, caller: Principal) -> None:
+    """422 for a project that the caller does not see or that has no members, 403 for one in which it only reads."""
+    known = caller.sees(name)
+    if caller.visible_projects is None and name != DEFAULT_PROJECT:
+        async with service.database.read() as session:
+            known = bool(await project_members(session, name))
+    if not known:
+        own = sorted(caller.visible_projects or ())
+        way_out = f"use one of {', '.join(own)}" if own else "GET /api/v1/projects lists those with members"
+        raise field_problem("project", name, f"there is no such project that you are in: {way_out}")
+    role = caller.role_in(name)
+    if role is None or not role.includes(Role.SUBMITTER):
+        raise ProblemError(
+            403,
+            f"{caller.name} is {role} in project {name}, and to submit to it takes submitter: ask an admin",
         )
 
 
@@ -216,13 +239,12 @@ async def _resolve_resume(
     source_id, step = reference
     async with service.database.read() as session:
         source = await find_job(session, source_id)
-    if source is None:
+    if source is None or not caller.sees(source.project):
         raise _resume_problem(text, f"there is no job {source_id}: `slotline jobs` lists them")
-    if not caller.may_change(source.owner):
-        possessive = f"{source.owner}'s" if source.owner else "nobody's that is known"
+    if not caller.may_change(source.owner, source.project):
         raise ProblemError(
             403,
-            f"checkpoint.resume_from {text!r}: job {source_id} is {possessive}, and {caller.name} is no operator: ask one, "
+            f"checkpoint.resume_from {text!r}: job {source_id} is {caller.why_not(source.owner, source.project)}: ask one, "
             "or begin from the weights that its owner has exported (model.weights)",
         )
     step = await _checkpoint_step(source, step, text)

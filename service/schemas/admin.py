@@ -1,4 +1,4 @@
-"""REST bodies for tokens, secrets, the audit list, and notifications.
+"""REST bodies for tokens, projects, secrets, the audit list, and notifications.
 
 Values only, shared by the routes and service.client.client: no web framework, no database, no Ray.
 """
@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from service.spec.job import Name
+from service.spec.job import OWNER_PATTERN, Name
 from service.spec.principals import Role
 
 
@@ -45,6 +45,29 @@ class Whoami(BaseModel):
 
     name: str
     role: Role
+
+
+class ProjectMember(BaseModel):
+    """A principal's role in a project; * and ? in the name stand for others: `oidc:*@nlp.example`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    principal: str = Field(
+        pattern=OWNER_PATTERN, description="A name as whoami has it, or a pattern of names"
+    )
+    role: Literal[Role.VIEWER, Role.SUBMITTER, Role.ADMIN]
+
+
+class ProjectView(BaseModel):
+    """A project that the caller sees: the role that it has there, and the members; the default one lists none."""
+
+    name: str
+    role: Role
+    members: list[ProjectMember]
+
+
+class ProjectList(BaseModel):
+    items: list[ProjectView]
 
 
 class TokenRequest(BaseModel):

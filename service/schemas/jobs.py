@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, computed_field, model_validator
 
 from service.spec.job import Name
+from service.spec.principals import DEFAULT_PROJECT
 from service.spec.resources import MeshCount, MeshRange
 from service.spec.states import AttemptState, JobState
 
@@ -104,6 +105,7 @@ class JobSummary(BaseModel):
     id: str
     name: str
     owner: str = Field(default="", description="Who submitted it; empty where nobody was asked for a name")
+    project: str = Field(default=DEFAULT_PROJECT, description="Whose members see it")
     queue: str
     priority: int
     accelerators: int

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from service.spec.job import LimitedArguments
+from service.spec.principals import DEFAULT_PROJECT
 
 ACTION_LIMIT = 200_000
 """Largest microbatches x (stages + edges) that the control plane plans: what fits into its time and memory for one plan."""
@@ -172,6 +173,7 @@ class SavedPlanSummary(BaseModel):
 
     id: str
     owner: str = Field(description="Who keeps it; empty where nobody was asked for a name")
+    project: str = Field(default=DEFAULT_PROJECT, description="That of the job that it was made for")
     name: str
     created_at: datetime
     used_at: datetime = Field(description="When it was made, or a job was last submitted with it")

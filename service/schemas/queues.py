@@ -11,7 +11,8 @@ from service.schemas.jobs import JobSummary
 
 
 class WaitReason(BaseModel):
-    """The jobs of a queue that wait for one reason (null: not looked at yet), and the oldest of them."""
+    """The caller's jobs of a queue that wait for one reason (null: not looked at yet), and the oldest of them; of all
+    projects that the caller sees."""
 
     reason: str | None
     jobs: int
@@ -19,7 +20,8 @@ class WaitReason(BaseModel):
 
 
 class QueueView(BaseModel):
-    """A queue: its quota of accelerators (null: none), what its jobs hold, and who waits for what."""
+    """A queue: its quota of accelerators (null: none), what its jobs hold, and who waits for what. The numbers are of all
+    jobs, the jobs are of projects that the caller sees."""
 
     name: str
     quota: int | None

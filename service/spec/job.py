@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from service.spec.lengths import LengthsSection, check_evaluated_lengths, check_padded
 from service.spec.names import NAME_PATTERN
+from service.spec.principals import DEFAULT_PROJECT
 from service.spec.resources import (
     ResourcesSection,
     check_batch_divides,
@@ -548,6 +549,9 @@ class JobSpec(SpecPart):
         description="Secrets of the job's owner, by name: environment variables whose values no answer shows",
     )
     queue: Name = "default"
+    project: Name = Field(
+        default=DEFAULT_PROJECT, description="Whose members see it; all do where it is the default one"
+    )
     priority: Annotated[int, Field(ge=-1_000_000, le=1_000_000)] = 0
     max_duration: Duration | None = Field(
         default=None,

@@ -19,7 +19,7 @@ import contextlib
 import hashlib
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -571,8 +571,11 @@ class StorageUsage:
         return self.storage_bytes + self.plan_bytes + self.package_bytes
 
 
-async def storage_usage_by_owner(session: AsyncSession, *, owner: str | None = None) -> list[StorageUsage]:
-    """The usage of every owner with stored data (of `owner` alone if given), largest first."""
+async def storage_usage_by_owner(
+    session: AsyncSession, *, owner: str | None = None, projects: Collection[str] | None = None
+) -> list[StorageUsage]:
+    """The usage of every owner with stored data (of `owner` alone if given), largest first; of jobs and plans in these
+    `projects`, or in all. Packages are in none."""
     usages: dict[str, StorageUsage] = {}
     stored = select(JobRow.owner, func.count(), func.sum(JobRow.stored_bytes)).where(JobRow.stored_bytes > 0)
     plans = select(SavedPlanRow.owner, func.sum(SavedPlanRow.size_bytes))
@@ -585,6 +588,8 @@ async def storage_usage_by_owner(session: AsyncSession, *, owner: str | None = N
         (packages, PackageOwnerRow.owner, ("package_bytes",)),
     ):
         filtered = query if owner is None else query.where(column == owner)
+        if projects is not None and column is not PackageOwnerRow.owner:
+            filtered = filtered.where(column.class_.project.in_(projects))
         for name_of_owner, *sums in await session.execute(filtered.group_by(column)):
             usage = usages.setdefault(name_of_owner, StorageUsage(name_of_owner))
             for name, value in zip(names, sums, strict=True):

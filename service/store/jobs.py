@@ -14,7 +14,7 @@ import asyncio
 import hashlib
 import secrets
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -127,6 +127,7 @@ class JobFilter:
     labels: Sequence[LabelFilter] = ()
     since: datetime | None = None
     until: datetime | None = None
+    project: str | None = None
 
 
 def apply_job_filter(query: Select[tuple[JobRow]], wanted: JobFilter) -> Select[tuple[JobRow]]:
@@ -135,6 +136,8 @@ def apply_job_filter(query: Select[tuple[JobRow]], wanted: JobFilter) -> Select[
         query = query.where(JobRow.state.in_(wanted.states))
     if wanted.name is not None:
         query = query.where(JobRow.name == wanted.name)
+    if wanted.project is not None:
+        query = query.where(JobRow.project == wanted.project)
     for label in wanted.labels:
         having = select(JobLabelRow.job_id).where(JobLabelRow.name == label.name)
         if label.value is not None:
@@ -237,6 +240,7 @@ def _queued_job(new: NewJob) -> JobRow:
         created_at=new.at,
         queued_at=new.at,
         owner=new.owner,
+        project=spec.project,
         idempotency_key=None if key is None else scoped_idempotency_key(new.owner, key),
         request_digest=new.request_digest,
         traceparent=new.traceparent,
@@ -262,13 +266,21 @@ async def find_job(session: AsyncSession, job_id: str) -> JobRow | None:
     return await session.get(JobRow, job_id)
 
 
-async def owner_of(session: AsyncSession, job_id: str) -> str | None:
-    """The principal that submitted the job; None: no such job. Loads no job, so that it can be locked afterwards."""
-    return (await session.execute(select(JobRow.owner).where(JobRow.id == job_id))).scalar_one_or_none()
+class JobScope(NamedTuple):
+    """The principal that submitted a job, and its project."""
+
+    owner: str
+    project: str
+
+
+async def scope_of(session: AsyncSession, job_id: str) -> JobScope | None:
+    """None: no such job. Loads no job, so that it can be locked afterwards."""
+    row = (await session.execute(select(JobRow.owner, JobRow.project).where(JobRow.id == job_id))).first()
+    return None if row is None else JobScope(*row)
 
 
 async def queue_of(session: AsyncSession, job_id: str) -> str | None:
-    """The queue of the job; loads no job, as `owner_of`."""
+    """The queue of the job; loads no job, as `scope_of`."""
     return (await session.execute(select(JobRow.queue).where(JobRow.id == job_id))).scalar_one_or_none()
 
 
@@ -299,9 +311,13 @@ async def list_jobs(
     limit: int = 50,
     after: PageKey | None = None,
     wanted: JobFilter = JobFilter(),
+    projects: Collection[str] | None = None,
 ) -> Sequence[JobRow]:
-    """At most `limit` jobs after the page that ended with `after`, newest first, without their specifications."""
+    """At most `limit` jobs after the page that ended with `after`, newest first, without their specifications; of these
+    `projects`, or of all."""
     query: Select[tuple[JobRow]] = apply_job_filter(select(JobRow).options(WITHOUT_SPEC), wanted)
+    if projects is not None:
+        query = query.where(JobRow.project.in_(projects))
     if state is not None:
         query = query.where(JobRow.state == state)
     if queue is not None:
@@ -371,24 +387,32 @@ async def waiting_jobs(session: AsyncSession) -> list[WaitingRow]:
 
 @dataclass(frozen=True)
 class WaitingGroup:
-    """The jobs of a queue that wait for one reason (None: not looked at yet): their number, and the oldest of them."""
+    """The jobs of a queue and project that wait for one reason (None: not looked at yet): their number, and the oldest."""
 
     queue: str
+    project: str
     reason: str | None
     jobs: int
     first: JobRow
 
 
 async def waiting_front(session: AsyncSession, limit: int) -> tuple[list[JobRow], list[WaitingGroup]]:
-    """All jobs that may have one of the first `limit` turns, without their specifications, and the waiting jobs by queue
-    and reason.
+    """All jobs that may have one of the first `limit` turns of their project, without their specifications, and the waiting
+    jobs by queue, project and reason.
 
-    Jobs of one queue, priority, owner, device and size take turns by age: more than the oldest `limit` of such a group
-    are not read, however many wait.
+    Jobs of one queue, project, priority, owner, device and size take turns by age: more than the oldest `limit` of such a
+    group are not read, however many wait.
     """
     age = JobRow.queued_at, JobRow.id
-    group = JobRow.queue, JobRow.priority, JobRow.owner, JobRow.device, JobRow.accelerators
-    by_reason = JobRow.queue, JobRow.reason
+    group = (
+        JobRow.queue,
+        JobRow.project,
+        JobRow.priority,
+        JobRow.owner,
+        JobRow.device,
+        JobRow.accelerators,
+    )
+    by_reason = JobRow.queue, JobRow.project, JobRow.reason
     place = func.row_number().over(partition_by=group, order_by=age).label("place")
     place_of_reason = func.row_number().over(partition_by=by_reason, order_by=age).label("place_of_reason")
     count = func.count().over(partition_by=by_reason).label("count")
@@ -409,7 +433,7 @@ async def waiting_front(session: AsyncSession, limit: int) -> tuple[list[JobRow]
         if at <= limit:
             front.append(job)
         if at_of_reason == 1:
-            groups.append(WaitingGroup(job.queue, job.reason, jobs, job))
+            groups.append(WaitingGroup(job.queue, job.project, job.reason, jobs, job))
     return front, groups
 
 

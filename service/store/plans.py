@@ -8,7 +8,7 @@ texts, passed on without parsing and left out of lists.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -28,6 +28,7 @@ class NewSavedPlan:
     """A plan to be stored under a name; fields as of SavedPlan."""
 
     owner: str
+    project: str
     name: str
     request_digest: str
     measured_by: str
@@ -76,10 +77,18 @@ async def saved_plan_by_id(session: AsyncSession, plan_id: str) -> SavedPlanRow 
 
 
 async def list_saved_plans(
-    session: AsyncSession, *, owner: str | None, after: str | None, limit: int
+    session: AsyncSession,
+    *,
+    owner: str | None,
+    after: str | None,
+    limit: int,
+    projects: Collection[str] | None = None,
 ) -> Sequence[SavedPlanRow]:
-    """Plans without their bodies, ordered by id, with ids above `after`; of `owner`, or of all owners."""
+    """Plans without their bodies, ordered by id, with ids above `after`; of `owner`, or of all owners; of these `projects`,
+    or of all."""
     query = select(SavedPlanRow).options(*WITHOUT_PLAN_BODY).where(SavedPlanRow.name.is_not(None))
+    if projects is not None:
+        query = query.where(SavedPlanRow.project.in_(projects))
     if owner is not None:
         query = query.where(SavedPlanRow.owner == owner)
     if after is not None:

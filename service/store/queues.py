@@ -1,6 +1,7 @@
-"""Quotas of queues as they are set, and counts for the control plane's metrics.
+"""Members of projects, quotas of queues as they are set, and counts for the control plane's metrics.
 
-A quota that an operator set replaces the configured one for every control plane of the database, until it is reset.
+There is a project where it has members. A quota that an operator set replaces the configured one for every control
+plane of the database, until it is reset.
 Counts are a few grouped queries, each over an index.
 """
 
@@ -10,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
-from sqlalchemy import delete, func, select
+from sqlalchemy import ColumnElement, delete, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from service.spec.principals import Membership, Role, roles_of
 from service.spec.states import (
     WAITING_STATES,
     AttemptState,
@@ -20,7 +22,7 @@ from service.spec.states import (
 )
 from service.store.database import Database
 from service.store.events import add_audit
-from service.store.tables import AttemptRow, JobRow, QueueQuotaRow
+from service.store.tables import AttemptRow, JobRow, ProjectMemberRow, QueueQuotaRow
 from worker.contract.reasons import Cause, cause_of
 
 
@@ -56,6 +58,48 @@ async def count_jobs_and_attempts(database: Database, queues: tuple[str, ...] = 
                 cause = str(cause_of(reason)) if state == AttemptState.FAILED else state.lower()
                 causes[cause] += number
     return ControlPlaneCounts(jobs_by_state=jobs, queue_depth=depth, attempts_by_cause=causes)
+
+
+async def project_roles_of(session: AsyncSession, principal: str) -> dict[str, Role]:
+    """The roles of a principal by project, beside the default one."""
+    column = ProjectMemberRow.principal
+    patterns = [column.contains(character, autoescape=True) for character in "*?["]
+    return roles_of(principal, await _memberships(session, or_(column == principal, *patterns)))
+
+
+async def project_members(session: AsyncSession, project: str | None = None) -> list[Membership]:
+    """The members of a project, or of all, ordered by project and name."""
+    return await _memberships(session, *([] if project is None else [ProjectMemberRow.project == project]))
+
+
+async def _memberships(session: AsyncSession, *conditions: ColumnElement[bool]) -> list[Membership]:
+    query = select(ProjectMemberRow).where(*conditions)
+    rows = await session.execute(query.order_by(ProjectMemberRow.project, ProjectMemberRow.principal))
+    known = {str(role) for role in Role}  # a role of a newer Slotline gives no rights here
+    return [
+        Membership(row.project, row.principal, Role(row.role)) for row in rows.scalars() if row.role in known
+    ]
+
+
+async def set_project_member(session: AsyncSession, member: Membership, *, at: datetime, by: str) -> None:
+    """Give principals a role in a project, in place of the one that they had by the same name."""
+    await session.merge(
+        ProjectMemberRow(project=member.project, principal=member.principal, role=member.role, set_at=at)
+    )
+    add_audit(
+        session, by, "project.member", member.project, at=at, detail=f"{member.principal}: {member.role}"
+    )
+
+
+async def remove_project_member(
+    session: AsyncSession, project: str, principal: str, *, at: datetime, by: str
+) -> bool:
+    """Take a name out of a project; returns whether it was there."""
+    same = ProjectMemberRow.project == project, ProjectMemberRow.principal == principal
+    existed = (await session.execute(delete(ProjectMemberRow).where(*same))).rowcount > 0
+    if existed:
+        add_audit(session, by, "project.member", project, at=at, detail=f"{principal}: none")
+    return existed
 
 
 LARGEST_QUOTA = 1_000_000

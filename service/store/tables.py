@@ -30,6 +30,7 @@ from sqlalchemy import (
 from sqlalchemy.orm import DeclarativeBase, Mapped, defer, mapped_column
 
 from service.settings.clusters import DEFAULT_CLUSTER
+from service.spec.principals import DEFAULT_PROJECT
 from service.spec.states import AttemptState, JobState
 from worker.contract.logs import TraceParent
 
@@ -70,6 +71,7 @@ class JobRow(Base):
         Index("ix_jobs_state_created", "state", "created_at", "id"),
         Index("ix_jobs_queue_created", "queue", "created_at", "id"),
         Index("ix_jobs_name_created", "name", "created_at", "id"),
+        Index("ix_jobs_project_created", "project", "created_at", "id"),
     )
 
     id: Mapped[str] = mapped_column(String(40), primary_key=True)
@@ -106,6 +108,7 @@ class JobRow(Base):
     """A CheckState; None before the check of the job, and after a retry."""
     owner: Mapped[str] = mapped_column(String(200), default="", server_default="")
     """Name of the principal that submitted it; empty on servers without authentication."""
+    project: Mapped[str] = mapped_column(String(100), default=DEFAULT_PROJECT, server_default=DEFAULT_PROJECT)
     idempotency_key: Mapped[str | None] = mapped_column(String(255), unique=True)
     """Stored form of the owner's key: see jobs.scoped_idempotency_key."""
     request_digest: Mapped[str | None] = mapped_column(String(64))
@@ -384,6 +387,17 @@ class ApiTokenRow(Base):
     expires_at: Mapped[datetime | None]
 
 
+class ProjectMemberRow(Base):
+    """A Membership."""
+
+    __tablename__ = "project_members"
+
+    project: Mapped[str] = mapped_column(String(100), primary_key=True)
+    principal: Mapped[str] = mapped_column(String(200), primary_key=True)
+    role: Mapped[str] = mapped_column(String(20))
+    set_at: Mapped[datetime]
+
+
 class SecretRow(Base):
     __tablename__ = "secrets"
 
@@ -490,6 +504,8 @@ class SavedPlanRow(Base):
 
     id: Mapped[str] = mapped_column(String(40), primary_key=True)
     owner: Mapped[str] = mapped_column(String(200))
+    project: Mapped[str] = mapped_column(String(100), default=DEFAULT_PROJECT, server_default=DEFAULT_PROJECT)
+    """That of the job that it was made for."""
     name: Mapped[str | None] = mapped_column(String(100))
     """Null: deleted, and still needed by jobs."""
     created_at: Mapped[datetime]

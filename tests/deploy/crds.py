@@ -83,7 +83,12 @@ SPECIFICATIONS = {
         endpoints={
             "type": "array",
             "items": _closed(
-                port=TEXT, path=TEXT, interval=TEXT, honorLabels={"type": "boolean"}, relabelings=_RELABELINGS
+                port=TEXT,
+                path=TEXT,
+                interval=TEXT,
+                honorLabels={"type": "boolean"},
+                authorization=_closed(type=TEXT, credentials=SECRET_KEY),
+                relabelings=_RELABELINGS,
             ),
         },
     ),

@@ -310,6 +310,8 @@ def test_monitoring_carries_the_dashboard_and_the_rules_of_this_repository(chart
     wanted = {"targetLabel": "job", "replacement": "slotline"}
     assert wanted in endpoint["relabelings"], "the alert asks for this name"
     assert endpoint["honorLabels"] is True, "slotline_job_info carries the job's id as job"
+    token = jobs["httpSDConfigs"][0]["authorization"]
+    assert endpoint["authorization"] == token, "with which jobs of projects are named"
 
 
 def test_the_charts_files_are_those_of_the_dashboards():

@@ -338,6 +338,8 @@ def test_the_services_of_compose_meet_at_the_same_addresses(compose: dict[str, A
         c["job_name"]: c for c in yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
     }
     assert scrapes["slotline"]["static_configs"] == [{"targets": ["control-plane:8470"]}]
+    secret = "/run/secrets/slotline_token"
+    assert scrapes["slotline"]["authorization"] == {"credentials_file": secret}, "for jobs of projects"
     discovery = scrapes["slotline-jobs"]["http_sd_configs"][0]
     assert discovery["url"].startswith(plane["SLOTLINE_PUBLIC_URL"])
     assert discovery["authorization"]["credentials_file"] == "/run/secrets/slotline_token"

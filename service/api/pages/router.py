@@ -17,9 +17,11 @@ from fastapi import APIRouter, Depends, HTTPException, Request, Response
 from fastapi.responses import FileResponse, HTMLResponse
 from fastapi.templating import Jinja2Templates
 
+from service.api.auth import Caller
 from service.api.dependencies import CurrentService, JobId
 from service.api.sso import CALLBACK_PATH, SIGNED_ON, SignOnError, SingleSignOn, sso_of
 from service.jobs import explain
+from service.jobs.admin import read_projects
 from service.jobs.problems import ProblemError
 from service.schemas.jobs import Integer
 from service.spec.names import JOB_ID_PATTERN
@@ -49,9 +51,10 @@ open_router = APIRouter(include_in_schema=False)
 
 
 @router.get("/", response_class=HTMLResponse)
-async def jobs_page(request: Request, service: CurrentService) -> HTMLResponse:
-    """The list of jobs."""
-    context = {"states": list(JobState), "queues": list(service.settings.queues)}
+async def jobs_page(request: Request, caller: Caller, service: CurrentService) -> HTMLResponse:
+    """The list of jobs, with a choice of projects for who is in more than one."""
+    projects = [project.name for project in (await read_projects(service, caller)).items]
+    context = {"states": list(JobState), "queues": list(service.settings.queues), "projects": projects}
     return _templates.TemplateResponse(request, "jobs.html", context, headers=_HEADERS)
 
 
@@ -95,10 +98,9 @@ def is_for_a_reader(request: Request) -> bool:
 
 
 def missing_page(request: Request) -> HTMLResponse:
-    """404 as a page: nothing is at this address."""
-    return _templates.TemplateResponse(
-        request, "missing.html", {"path": request.url.path}, status_code=404, headers=_HEADERS
-    )
+    """404 as a page: nothing is at this address, or no job that the visitor sees."""
+    context = {"path": request.url.path, "job_id": request.path_params.get("job_id")}
+    return _templates.TemplateResponse(request, "missing.html", context, status_code=404, headers=_HEADERS)
 
 
 def dashboard_links(grafana_url: str | None, job: JobRow, *, at: float) -> dict[str, str]:

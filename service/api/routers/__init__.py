@@ -16,6 +16,7 @@ USER_ROUTERS = (
     artifacts.packages_router,
     clusters.clusters_router,
     admin.people_router,
+    admin.projects_router,
     admin.secrets_router,
     activity.why_router,
     activity.postmortem_router,

@@ -1,4 +1,4 @@
-"""Routes for tokens, the audit list, a caller's secrets, and the log of notifications sent for a job.
+"""Routes for tokens, projects, the audit list, a caller's secrets, and the log of notifications sent for a job.
 
 No answer ever holds a secret; a token is in the answer to its creation, and in no other.
 """
@@ -18,6 +18,9 @@ from service.schemas.admin import (
     AuditPage,
     DeliveryPage,
     NewToken,
+    ProjectList,
+    ProjectMember,
+    ProjectView,
     SecretList,
     TokenList,
     TokenRequest,
@@ -82,6 +85,44 @@ async def read_audit(
     """Actions of all principals, newest first: submits, cancels, retries, tokens made and revoked."""
     before = None if page_token is None else int(page_token)
     return await admin.read_audit(service, principal=principal, subject=subject, before=before, limit=limit)
+
+
+projects_router = APIRouter(prefix="/api/v1/projects", tags=["people"], route_class=UserRoute)
+ProjectName = Annotated[str, Path(pattern=NAME_PATTERN, max_length=100, description="A project")]
+
+
+@projects_router.get("")
+async def read_projects(caller: Caller, service: CurrentService) -> ProjectList:
+    """The projects that the caller is in, all for operators, with their members."""
+    return await admin.read_projects(service, caller)
+
+
+@projects_router.get("/{name}", responses=responses(404, 422))
+async def read_project(name: ProjectName, caller: Caller, service: CurrentService) -> ProjectView:
+    """A project that the caller is in, with its members."""
+    return await admin.read_project(service, name, caller)
+
+
+@projects_router.put("/{name}/members", responses=responses(422))
+async def set_project_member(
+    name: ProjectName, member: ProjectMember, caller: Caller, service: CurrentService
+) -> ProjectView:
+    """Give a principal, or all whose names fit a pattern, a role in the project, at once. The first member makes it."""
+    return await admin.set_member(service, name, member, caller)
+
+
+@projects_router.delete("/{name}/members", status_code=204, responses=responses(404, 422))
+async def remove_project_member(
+    name: ProjectName,
+    principal: Annotated[
+        str, Query(max_length=200, pattern=OWNER_PATTERN, description="As the project lists it")
+    ],
+    caller: Caller,
+    service: CurrentService,
+) -> Response:
+    """Take a principal or pattern out of the project: its jobs are no longer there for who is in it by no other."""
+    await admin.remove_member(service, name, principal, caller)
+    return Response(status_code=204)
 
 
 secrets_router = APIRouter(prefix="/api/v1/secrets", tags=["people"], route_class=UserRoute)

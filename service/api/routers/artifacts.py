@@ -141,14 +141,15 @@ async def _remove(service: Service, job_id: str, folder: str, caller: Principal)
 
 @usage_router.get("", responses=responses(422))
 async def read_usage(
+    caller: Caller,
     service: CurrentService,
     owner: Annotated[
         str | None, Query(max_length=200, pattern=OWNER_PATTERN, description="Only this principal's")
     ] = None,
 ) -> UsageList:
-    """Stored bytes by owner: checkpoints and exports, saved plans, packages."""
+    """Stored bytes by owner: checkpoints and exports and saved plans of the caller's projects, packages."""
     async with service.database.read() as session:
-        usage = await storage_usage_by_owner(session, owner=owner)
+        usage = await storage_usage_by_owner(session, owner=owner, projects=caller.visible_projects)
     return UsageList(
         items=[OwnerUsage.model_validate(owner_usage, from_attributes=True) for owner_usage in usage]
     )

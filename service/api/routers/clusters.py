@@ -27,15 +27,15 @@ ClusterName = Annotated[
 
 
 @clusters_router.get("/cluster", responses=responses(404, 422))
-async def read_cluster(service: CurrentService, cluster: ClusterName = None) -> ClusterView:
-    """The clusters as last seen, and who uses them."""
-    return await clusters.read_clusters(service, cluster)
+async def read_cluster(caller: Caller, service: CurrentService, cluster: ClusterName = None) -> ClusterView:
+    """The clusters as last seen, and which of the caller's jobs use them."""
+    return await clusters.read_clusters(service, cluster, caller.visible_projects)
 
 
 @clusters_router.get("/nodes", responses=responses(404, 422))
-async def list_nodes(service: CurrentService, cluster: ClusterName = None) -> NodeList:
-    """Nodes with their names, labels, states, accelerators and jobs, as last seen."""
-    return await clusters.list_nodes(service, cluster)
+async def list_nodes(caller: Caller, service: CurrentService, cluster: ClusterName = None) -> NodeList:
+    """Nodes with their names, labels, states, accelerators and the caller's jobs, as last seen."""
+    return await clusters.list_nodes(service, cluster, caller.visible_projects)
 
 
 @clusters_router.put("/nodes/{name}", responses=responses(404, 409, 422))
@@ -53,18 +53,18 @@ async def change_node(
 
 
 @clusters_router.get("/queues")
-async def list_queues(service: CurrentService) -> QueueList:
+async def list_queues(caller: Caller, service: CurrentService) -> QueueList:
     """Queues, their quotas, and why each waiting job waits; in the order in which jobs will start."""
-    return await clusters.list_queues(service)
+    return await clusters.list_queues(service, caller.visible_projects)
 
 
 @clusters_router.get("/prometheus/targets")
-async def prometheus_targets(service: CurrentService) -> list[TargetGroup]:
+async def prometheus_targets(caller: Caller, service: CurrentService) -> list[TargetGroup]:
     """Drivers that serve metrics, for Prometheus's http_sd_configs: only on nodes of the cluster that they run on.
 
     A driver runs a user's code, and would else have Prometheus call whatever it names.
     """
-    return await clusters.prometheus_targets(service)
+    return await clusters.prometheus_targets(service, caller)
 
 
 quotas_router = APIRouter(prefix="/api/v1/queues", tags=["cluster"], route_class=UserRoute)

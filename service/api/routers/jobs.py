@@ -50,6 +50,7 @@ async def _job_filter(
     ] = None,
     since: Annotated[UtcTime | None, Query(description="Submitted then or later, with its zone")] = None,
     until: Annotated[UtcTime | None, Query(description="Submitted before, with its zone")] = None,
+    project: Annotated[str | None, Query(pattern=NAME_PATTERN, max_length=100)] = None,
 ) -> JobFilter:
     return JobFilter(
         states=state or (),
@@ -57,6 +58,7 @@ async def _job_filter(
         labels=[_label_filter(text) for text in label or ()],
         since=since,
         until=until,
+        project=project,
     )
 
 
@@ -92,6 +94,7 @@ async def submit_job(
 
 @router.get("", responses=responses(422))
 async def read_jobs(
+    caller: Caller,
     service: CurrentService,
     wanted: JobFilterQuery,
     queue: Annotated[str | None, Query(pattern=NAME_PATTERN, max_length=100)] = None,
@@ -101,11 +104,17 @@ async def read_jobs(
     limit: Annotated[int, Query(ge=1, le=500)] = 50,
     page_token: Annotated[str | None, Query(max_length=200)] = None,
 ) -> JobPage:
-    """Jobs, newest first; pass `next_page_token` on to see more."""
+    """Jobs of the caller's projects, newest first; pass `next_page_token` on to see more."""
     after = None if page_token is None else _parse_page_token(page_token)
     async with service.database.read() as session:
         jobs = await store.list_jobs(
-            session, queue=queue, owner=owner, limit=limit + 1, after=after, wanted=wanted
+            session,
+            queue=queue,
+            owner=owner,
+            limit=limit + 1,
+            after=after,
+            wanted=wanted,
+            projects=caller.visible_projects,
         )
     token = _page_token(jobs[limit - 1]) if len(jobs) > limit else None
     return JobPage(items=[job_summary(job) for job in jobs[:limit]], next_page_token=token)

@@ -75,6 +75,7 @@ PlanOwner = Annotated[
 
 @saved_plans_router.get("", responses=responses(422))
 async def read_saved_plans(
+    caller: Caller,
     service: CurrentService,
     owner: Annotated[
         str | None, Query(max_length=200, pattern=OWNER_PATTERN, description="Only this principal's plans")
@@ -82,8 +83,8 @@ async def read_saved_plans(
     limit: Annotated[int, Query(ge=1, le=500)] = 100,
     page_token: Annotated[str | None, Query(pattern=r"^plan-[0-9a-f]{16}$")] = None,
 ) -> SavedPlanList:
-    """Plans that are saved under names."""
-    return await saved_plans.list_summaries(service, owner=owner, after=page_token, limit=limit)
+    """Plans that are saved under names, of the caller's projects."""
+    return await saved_plans.list_summaries(service, caller, owner=owner, after=page_token, limit=limit)
 
 
 @saved_plans_router.get("/{name}", responses=responses(404, 422))
@@ -91,7 +92,7 @@ async def read_saved_plan(
     name: PlanName, caller: Caller, service: CurrentService, owner: PlanOwner = None
 ) -> SavedPlanView:
     """A saved plan as a whole, and the job that it was made for."""
-    return await saved_plans.read_saved_plan(service, name, caller.name if owner is None else owner)
+    return await saved_plans.read_saved_plan(service, name, caller.name if owner is None else owner, caller)
 
 
 @saved_plans_router.delete("/{name}", status_code=204, responses=responses(404, 422))

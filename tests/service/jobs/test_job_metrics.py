@@ -61,9 +61,9 @@ async def scraped(database: Database) -> dict[str, dict[tuple[str, ...], float]]
 async def test_a_job_is_there_with_its_name_until_it_is_over(database: Database):
     attempt = await running(database)
     found = await scraped(database)
-    assert found["slotline_job_info"] == {("1", attempt.job_id, "gpt", "", "default", "RUNNING"): 1}, (
-        "no owner is known: an empty label is none to Prometheus"
-    )
+    assert found["slotline_job_info"] == {
+        ("1", attempt.job_id, "gpt", "", "default", "default", "RUNNING"): 1
+    }, "no owner is known: an empty label is none to Prometheus"
     assert found["slotline_job_attempts"] == {(attempt.job_id,): 1}
     async with database.write() as session:
         job = await session.get(JobRow, attempt.job_id)

@@ -165,6 +165,23 @@ async def test_a_database_of_an_older_version_goes_on(empty_database_url: str):
     await database.close()
 
 
+async def test_jobs_and_plans_of_before_there_were_projects_are_in_the_one_that_everybody_is_in(
+    empty_database_url: str,
+):
+    database = Database(empty_database_url)
+    await database.start(to="0025")
+    await _run(database, _fill)
+    before = await _run(database, _rows, {"jobs": ["id", "name"], "named_plans": ["id", "name"]})
+    await database.start()
+    after = await _run(
+        database, _rows, {"jobs": ["id", "name", "project"], "named_plans": ["id", "name", "project"]}
+    )
+    assert before["jobs"] and before["named_plans"]
+    for table, rows in before.items():
+        assert after[table] == [(*row, "default") for row in rows]
+    await database.close()
+
+
 @pytest.mark.parametrize("revision", ["0001", "0009", "0015"])
 async def test_older_tables_are_refused_with_the_version_to_upgrade_through(
     empty_database_url: str, revision: str

@@ -108,6 +108,7 @@ def test_a_job_that_the_control_plane_stored_is_read_whole(given):
         "name",
         "retry",
         "queue",
+        "project",
         "priority",
         "max_duration",
         "labels",

@@ -9,7 +9,7 @@ const PAGE = 50;
 const body = document.querySelector("#jobs tbody");
 const more = document.getElementById("more");
 const filter = document.getElementById("filter");
-const FIELDS = ["state", "queue", "owner", "label"];
+const FIELDS = ["state", "queue", "project", "owner", "label"];
 let pages = 1;
 
 /** What the form asks for, as a query. */
@@ -56,7 +56,7 @@ function row(job) {
     make("td", { class: "number" }, number(progress.loss)),
     make("td", { class: "number" }, seconds(progress.step_s)),
     make("td", {}, chooser("owner", job.owner)),
-    make("td", {}, chooser("queue", job.queue), ...Object.entries(job.labels ?? {}).map(([name, value]) => chooser("label", value ? `${name}=${value}` : name))),
+    make("td", {}, chooser("queue", job.queue), ...(job.project === "default" ? [] : [chooser("project", job.project)]), ...Object.entries(job.labels ?? {}).map(([name, value]) => chooser("label", value ? `${name}=${value}` : name))),
     make("td", {}, time(job.created_at)),
   );
 }

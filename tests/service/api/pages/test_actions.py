@@ -28,6 +28,29 @@ def choose(page, field: str, value: str) -> None:
     )
 
 
+@pytest.mark.slow
+def test_projects_are_chosen_where_there_are_some(site: Site, page, tmp_path: Path):
+    shown = "getComputedStyle(document.querySelector('#filter').elements.project.closest('label')).display !== 'none'"
+    rows = "document.querySelectorAll('#jobs tbody tr').length"
+    page.open(f"{site.url}/")
+    page.wait(f"{rows} === 3")
+    assert page.js(shown) is False and page.js("document.querySelector('.chooser.project')") is None
+    member = {"principal": "alice", "role": "submitter"}
+    httpx.put(f"{site.url}/api/v1/projects/nlp/members", json=member, timeout=60).raise_for_status()
+    body = job_spec("in-nlp").model_dump(mode="json") | {"project": "nlp"}
+    job_id = httpx.post(f"{site.url}/api/v1/jobs", json=body, timeout=60).raise_for_status().json()["id"]
+    page.open(f"{site.url}/")
+    page.wait(f"{rows} === 4")
+    assert page.js(shown) is True
+    page.screenshot(tmp_path / "projects.png")
+    page.js("document.querySelector('#jobs a.chooser.project').click()")
+    page.wait(f"{rows} === 1")
+    assert page.js("document.querySelector('#jobs tbody tr').dataset.job") == job_id
+    assert page.js("location.search") == "?project=nlp"
+    choose(page, "project", "default")
+    page.wait(f"{rows} === 3")
+
+
 def state_of(site: Site, job_id: str) -> str:
     return httpx.get(f"{site.url}/api/v1/jobs/{job_id}", timeout=60).json()["state"]
 

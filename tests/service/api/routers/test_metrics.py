@@ -117,14 +117,15 @@ def answered(url: str) -> dict[tuple[str, str, str], float]:
 async def test_scrapes_of_one_moment_share_their_text_until_something_is_committed(monkeypatch):
     now, commits, made = [0.0], [0], []
 
-    async def make(service):
+    async def make(service, *, whole):
         made.append(now[0])
-        return b"text %d" % len(made)
+        return b"%s text %d" % (b"whole" if whole else b"open", len(made))
 
     monkeypatch.setattr(metrics, "_scrape", make)
     service = SimpleNamespace(shared_reads=SharedReads(commits=lambda: commits[0], clock=lambda: now[0]))
-    assert [await metrics.scrape(service) for _ in range(3)] == [b"text 1"] * 3
+    assert [await metrics.scrape(service, whole=True) for _ in range(3)] == [b"whole text 1"] * 3
     commits[0] += 1
-    assert await metrics.scrape(service) == b"text 2"
+    assert await metrics.scrape(service, whole=True) == b"whole text 2"
     now[0] += 1.0
-    assert await metrics.scrape(service) == b"text 3"
+    assert await metrics.scrape(service, whole=True) == b"whole text 3"
+    assert await metrics.scrape(service, whole=False) == b"open text 4", "nobody gets another's"
