@@ -54,7 +54,7 @@ class Site:
     ray: NetworkedRay
     server: Server
     folder: Path
-    """A file system of its own, with the job's checkpoints and the orders to its model."""
+    """A file system of its own, with the job's checkpoints."""
     job_id: str = ""
     cleanup: list[Callable[[], None]] = field(default_factory=list)
 
@@ -71,7 +71,7 @@ class Site:
         return spec
 
     def order(self, name: str) -> Path:
-        return self.folder / f"order-{name}"
+        return self.folder.parent / f"order-{name}"  # the disk may be full
 
     def attempt(self, job_id: str = "") -> dict[str, Any]:
         return self.server.job(job_id or self.job_id)["attempts"][-1]
