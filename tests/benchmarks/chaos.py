@@ -47,6 +47,10 @@ LIMITS = {
 """Shorter than by default, for the faults that only a limit finds."""
 
 
+class NothingToBreakError(Exception):
+    """What a fault needs is not there."""
+
+
 @dataclass
 class Site:
     """The cluster, its control plane, and the job that trains through all faults."""
@@ -104,7 +108,7 @@ class Site:
                     continue
                 if own and process.status() != psutil.STATUS_ZOMBIE:
                     return process
-        raise RuntimeError(f"no driver of attempt {number} of {self.job_id}")
+        raise NothingToBreakError(f"no driver of attempt {number} of {self.job_id}")
 
 
 @dataclass(frozen=True)
@@ -212,7 +216,10 @@ def ordered(kind: str, *names: str) -> Callable[[Site, random.Random], Injected]
 
 def _draw_worker(site: Site, draw: random.Random) -> tuple[int, psutil.Process]:
     """A training actor, with the number of its node."""
-    return draw.choice([(k, worker) for k in site.nodes_in_use() for worker in site.ray.workers(k)])
+    workers = [(k, worker) for k in site.nodes_in_use() for worker in site.ray.workers(k)]
+    if not workers:
+        raise NothingToBreakError("no worker trains")
+    return draw.choice(workers)
 
 
 @dataclass(frozen=True)
@@ -267,9 +274,14 @@ def survive(site: Site, name: str, draw: random.Random) -> Outcome:
     injected: list[Injected] = []
     try:
         for kind in kinds:
-            if injected:
-                time.sleep(draw.uniform(0.0, 3.0))
-            injected.append(kind.inject(site, draw))
+            if not injected:
+                injected.append(kind.inject(site, draw))
+                continue
+            time.sleep(draw.uniform(0.0, 3.0))
+            with contextlib.suppress(
+                NothingToBreakError, psutil.NoSuchProcess
+            ):  # the first fault was quicker
+                injected.append(kind.inject(site, draw))
         if not reasons:
             site.train(5)
             number = site.attempt()["number"]

@@ -15,13 +15,19 @@ from service.jobs.service import SharedReads
 from service.settings.settings import Settings
 from service.spec.states import JobState
 from service.store.queues import ControlPlaneCounts
+from tests.polling import until
 from tests.service.api.pages.seed import seeded_site
 
 
 @pytest.fixture(scope="module")
 def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Response]:
     with seeded_site(tmp_path_factory.mktemp("data")) as site:
-        yield httpx.get(f"{site.url}/metrics", timeout=30).raise_for_status()
+
+        def of_a_leader() -> httpx.Response | None:
+            answer = httpx.get(f"{site.url}/metrics", timeout=30).raise_for_status()
+            return answer if samples(answer.text)["slotline_orchestrator_leads", ""] else None
+
+        yield until(of_a_leader, "the control plane takes the lead after its start", every_s=0.1)
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:
