@@ -91,7 +91,9 @@ def _limit(tc: list[str], device: str, bits_per_s: float) -> None:
 
 
 def _remove(names: tuple[str, ...], bridge: str) -> None:
-    for command in [["ip", "netns", "del", name] for name in names] + [["ip", "link", "del", bridge]]:
+    # a namespace that is deleted goes later, and with it the other end of its link
+    links = [["ip", "link", "del", name] for name in (*names, bridge)]
+    for command in [*links, *(["ip", "netns", "del", name] for name in names)]:
         subprocess.run(command, check=False, capture_output=True)
 
 
