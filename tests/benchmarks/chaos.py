@@ -93,6 +93,13 @@ class Site:
             limit_s=LIMIT_S,
         )
 
+    def include_nodes(self) -> None:
+        """Put back the nodes that are quarantined, as an operator does who has mended them."""
+        for node in self.server.client.get("/api/v1/nodes").raise_for_status().json()["items"]:
+            if node["state"] == "QUARANTINED":
+                change = self.server.client.put(f"/api/v1/nodes/{node['name']}", json={"state": "READY"})
+                change.raise_for_status()
+
     def nodes_in_use(self) -> list[int]:
         hosts = {mesh["node"] for mesh in self.attempt()["placed"]}
         return [k for k, host in enumerate(self.ray.hosts) if host in hosts]
@@ -311,6 +318,7 @@ def survive(site: Site, name: str, draw: random.Random) -> Outcome:
         for made in injected:
             made.mend()
         site.ray.wait_until_known(site.server.client)
+        site.include_nodes()
 
 
 def end(site: Site, name: str, draw: random.Random) -> Outcome:
