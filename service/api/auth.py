@@ -94,6 +94,7 @@ _OPERATOR_ROUTES = (
     ("PUT", "/api/v1/nodes/{name}"),
     ("PUT", "/api/v1/queues/{name}/quota"),
     ("DELETE", "/api/v1/queues/{name}/quota"),
+    ("PUT", "/api/v1/projects/{name}/quotas/{queue}"),
 )
 _ADMIN_ROUTES = (
     ("GET", "/api/v1/audit"),

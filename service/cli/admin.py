@@ -148,16 +148,25 @@ def quota(
             help="Number that its jobs may hold together; none: no quota; configured: as the settings say"
         ),
     ],
+    project: Annotated[
+        str | None,
+        typer.Option(
+            callback=pattern_callback(NAME_PATTERN, "a project's name"), help="Only jobs of this project"
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Limit the accelerators that the running jobs of a queue hold together; jobs that run already continue."""
+    if accelerators not in ("none", "configured") and not re.fullmatch(r"\d{1,9}", accelerators):
+        raise CliError(f"{accelerators!r} is no quota: give a whole number, none, or configured")
+    if project is not None and accelerators == "configured":
+        raise CliError("the settings have no quotas of projects: give a whole number, or none")
+    number = int(accelerators) if accelerators.isdecimal() else None
     with Client() as client:
-        if accelerators == "configured":
-            view = client.reset_quota(queue)
-        elif accelerators == "none" or re.fullmatch(r"\d{1,9}", accelerators):
-            view = client.set_quota(queue, None if accelerators == "none" else int(accelerators))
-        else:
-            raise CliError(f"{accelerators!r} is no quota: give a whole number, none, or configured")
+        if project is not None:
+            _print_project(client.set_project_quota(project, queue, number), as_json=as_json)
+            return
+        view = client.reset_quota(queue) if accelerators == "configured" else client.set_quota(queue, number)
     if as_json:
         print_json(view.model_dump(mode="json"))
         return
@@ -231,8 +240,8 @@ def list_projects(as_json: JsonOption = False) -> None:
 
 @projects_app.command("show")
 def show_project(project: ProjectArgument, as_json: JsonOption = False) -> None:
-    """The members of a project."""
-    _print_members(Client().project(project), as_json=as_json)
+    """The members of a project, and its quotas."""
+    _print_project(Client().project(project), as_json=as_json)
 
 
 @projects_app.command("member")
@@ -249,18 +258,20 @@ def set_member(
         raise CliError(f"{role!r} is no role in a project: give {', '.join(PROJECT_ROLES)}, or none")
     with Client() as client:
         if role != "none":
-            _print_members(client.set_project_member(project, principal, Role(role)), as_json=as_json)
+            _print_project(client.set_project_member(project, principal, Role(role)), as_json=as_json)
             return
         client.remove_project_member(project, principal)
     print(json.dumps({"removed": principal}) if as_json else f"removed {principal}")
 
 
-def _print_members(project: ProjectView, *, as_json: bool) -> None:
+def _print_project(project: ProjectView, *, as_json: bool) -> None:
     if as_json:
         print_json(project.model_dump(mode="json"))
         return
     for member in project.members:
         print(member.principal, member.role)
+    for quota in project.quotas:
+        print(f"queue {quota.queue}: {quota.used} of a quota of {quota.quota} accelerators used")
 
 
 TokenNameArgument = Annotated[

@@ -588,6 +588,12 @@ class Client:
         """Take a principal or pattern out of a project, for admins."""
         self._call("DELETE", f"/api/v1/projects/{project}/members", params={"principal": principal})
 
+    def set_project_quota(self, project: str, queue: str, quota: int | None) -> ProjectView:
+        """Limit the accelerators that the project's running jobs hold together in a queue (None: only by the queue's quota),
+        for operators."""
+        answer = self._call("PUT", f"/api/v1/projects/{project}/quotas/{queue}", json={"quota": quota})
+        return self._parsed(ProjectView, answer)
+
     def set_secret(self, name: str, value: str) -> None:
         """Store a secret of one's own: a job that names it in `secrets` finds it in its environment."""
         headers = {"Content-Type": "text/plain; charset=utf-8"}

@@ -7,12 +7,14 @@ A token is shown once: the store keeps its digest.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from urllib.parse import urlsplit
 
 from sqlalchemy.exc import IntegrityError
 
+from service.jobs.clusters import check_queue_exists
 from service.jobs.lifecycle import existing_job
 from service.jobs.problems import ProblemError, field_problem
 from service.jobs.service import Service
@@ -24,6 +26,7 @@ from service.schemas.admin import (
     NewToken,
     ProjectList,
     ProjectMember,
+    ProjectQuotaView,
     ProjectView,
     SecretList,
     SecretView,
@@ -31,12 +34,19 @@ from service.schemas.admin import (
     TokenRequest,
     TokenView,
 )
-from service.spec.principals import DEFAULT_PROJECT, Membership, Principal
+from service.spec.principals import DEFAULT_PROJECT, Membership, Principal, ProjectQueue
 from service.spec.values import MAX_SECRET_LENGTH, MIN_SECRET_LENGTH, checked_variable_name
+from service.store.attempts import active_attempts
 from service.store.database import utc_now
 from service.store.events import list_audit
 from service.store.notifications import deliveries_of
-from service.store.queues import project_members, remove_project_member, set_project_member
+from service.store.queues import (
+    project_members,
+    project_quotas,
+    remove_project_member,
+    set_project_member,
+    set_project_quota,
+)
 from service.store.secrets import (
     NoSecretsKeyError,
     SecretBox,
@@ -127,14 +137,33 @@ async def revoke_token(service: Service, name: str, caller: Principal) -> None:
 
 
 async def read_projects(service: Service, caller: Principal) -> ProjectList:
-    """The projects that the caller sees, with its role in each, and their members."""
+    """The projects that the caller sees, with its role in each, their members and quotas."""
     async with service.database.read() as session:
         members = await project_members(session)
-    names = dict.fromkeys([DEFAULT_PROJECT, *(member.project for member in members)])
-    return ProjectList(items=[_project_view(name, members, caller) for name in names if caller.sees(name)])
+        quotas = await project_quotas(session)
+        active = await active_attempts(session) if quotas else []
+    used = Counter[ProjectQueue]()
+    for attempt, job in active:
+        used[ProjectQueue(job.project, job.queue)] += attempt.accelerators
+    views = [
+        (scope.project, ProjectQuotaView(queue=scope.queue, quota=quota, used=used[scope]))
+        for scope, quota in quotas.items()
+    ]
+    names = dict.fromkeys(
+        [DEFAULT_PROJECT, *(member.project for member in members), *(project for project, _ in views)]
+    )
+    return ProjectList(
+        items=[
+            _project_view(name, members, [quota for project, quota in views if project == name], caller)
+            for name in names
+            if caller.sees(name)
+        ]
+    )
 
 
-def _project_view(name: str, members: Sequence[Membership], caller: Principal) -> ProjectView:
+def _project_view(
+    name: str, members: Sequence[Membership], quotas: list[ProjectQuotaView], caller: Principal
+) -> ProjectView:
     role = caller.role_in(name)
     assert role is not None
     own = [member for member in members if member.project == name]
@@ -142,6 +171,7 @@ def _project_view(name: str, members: Sequence[Membership], caller: Principal) -
         name=name,
         role=role,
         members=[ProjectMember(principal=member.principal, role=member.role) for member in own],
+        quotas=quotas,
     )
 
 
@@ -152,6 +182,19 @@ async def read_project(service: Service, name: str, caller: Principal) -> Projec
         if project.name == name:
             return project
     raise ProblemError(404, f"there is no project {name} that you are in: GET /api/v1/projects lists yours")
+
+
+async def change_project_quota(
+    service: Service, scope: ProjectQueue, quota: int | None, caller: Principal
+) -> ProjectView:
+    """Set a project's quota in a queue; None deletes it. 404 for a project without members and a queue that is not
+    configured."""
+    check_queue_exists(service, scope.queue)
+    await read_project(service, scope.project, caller)
+    async with service.database.write() as session:
+        await set_project_quota(session, scope, quota, at=utc_now(), by=caller.name)
+    service.wake()  # a job may start now, or be told why not
+    return await read_project(service, scope.project, caller)
 
 
 async def set_member(service: Service, name: str, member: ProjectMember, caller: Principal) -> ProjectView:

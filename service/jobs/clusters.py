@@ -372,7 +372,7 @@ def serves_on(endpoint: str, addresses: Collection[str]) -> bool:
 
 async def change_quota(service: Service, name: str, quota: int | None, caller: Principal) -> QueueQuotaView:
     """Set a queue's quota in place of the configured one; None is no quota. 404 for a queue that is not configured."""
-    _check_queue_exists(service, name)
+    check_queue_exists(service, name)
     async with service.database.write() as session:
         await set_quota(session, name, quota, at=utc_now(), by=caller.name)
     return await _changed_quota(service, name)
@@ -380,13 +380,14 @@ async def change_quota(service: Service, name: str, quota: int | None, caller: P
 
 async def reset_to_configured_quota(service: Service, name: str, caller: Principal) -> QueueQuotaView:
     """Put the configured quota in force again. 404 for a queue that is not configured."""
-    _check_queue_exists(service, name)
+    check_queue_exists(service, name)
     async with service.database.write() as session:
         await reset_quota(session, name, at=utc_now(), by=caller.name)
     return await _changed_quota(service, name)
 
 
-def _check_queue_exists(service: Service, name: str) -> None:
+def check_queue_exists(service: Service, name: str) -> None:
+    """404 for a queue that is not configured."""
     if name not in service.settings.queues:
         known = ", ".join(sorted(service.settings.queues))
         raise ProblemError(404, f"there is no queue {name} (SLOTLINE_QUEUES): use one of {known}")

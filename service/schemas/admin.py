@@ -58,12 +58,22 @@ class ProjectMember(BaseModel):
     role: Literal[Role.VIEWER, Role.SUBMITTER, Role.ADMIN]
 
 
+class ProjectQuotaView(BaseModel):
+    """A project's quota in a queue: the accelerators that its running jobs may hold there together, and do hold."""
+
+    queue: str
+    quota: int
+    used: int
+
+
 class ProjectView(BaseModel):
-    """A project that the caller sees: the role that it has there, and the members; the default one lists none."""
+    """A project that the caller sees: the role that it has there, its quotas in queues, and the members; the default one
+    lists none."""
 
     name: str
     role: Role
     members: list[ProjectMember]
+    quotas: list[ProjectQuotaView] = []
 
 
 class ProjectList(BaseModel):

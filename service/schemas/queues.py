@@ -5,9 +5,13 @@ Values only, shared by the routes and service.client.client: no web framework, n
 
 from __future__ import annotations
 
-from pydantic import BaseModel, Field
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from service.schemas.jobs import JobSummary
+
+LARGEST_QUOTA = 1_000_000
 
 
 class WaitReason(BaseModel):
@@ -47,3 +51,11 @@ class QueueQuotaView(BaseModel):
     name: str
     quota: int | None
     configured: int | None
+
+
+class QuotaChange(BaseModel):
+    """The accelerators that the running jobs of a queue, or of a project in a queue, may hold together."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    quota: Annotated[int, Field(ge=0, le=LARGEST_QUOTA)] | None = Field(description="null: no quota")

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 ANONYMOUS = ""
 """The name of every caller of a server that asks for no token, and the owner of jobs that are older than owners."""
@@ -39,6 +40,22 @@ class Role(StrEnum):
 DEFAULT_PROJECT = "default"
 """The project of jobs that name none: everybody is in it, with the role of their token."""
 PROJECT_ROLES = (Role.VIEWER, Role.SUBMITTER, Role.ADMIN)
+
+
+class ProjectQueue(NamedTuple):
+    """A project in a queue, whose running jobs may have a quota of accelerators together, as those of a queue may."""
+
+    project: str
+    queue: str
+
+
+QuotaScope = str | ProjectQueue
+"""What a quota is of: a queue by its name, or a project in a queue."""
+
+
+def quota_scopes(project: str, queue: str) -> tuple[ProjectQueue, str]:
+    """The scopes whose quotas bound a job, the smaller first."""
+    return ProjectQueue(project, queue), queue
 
 
 @dataclass(frozen=True)

@@ -338,6 +338,7 @@ class WaitingRow(NamedTuple):
     queue: str
     priority: int
     owner: str | None
+    project: str
     queued_at: datetime
     accelerators: int
     fewest_accelerators: int | None

@@ -1,7 +1,7 @@
 """Members of projects, quotas of queues as they are set, and counts for the control plane's metrics.
 
 There is a project where it has members. A quota that an operator set replaces the configured one for every control
-plane of the database, until it is reset.
+plane of the database, until it is reset. A project's quota in a queue bounds its jobs there besides.
 Counts are a few grouped queries, each over an index.
 """
 
@@ -14,7 +14,7 @@ from datetime import datetime
 from sqlalchemy import ColumnElement, delete, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.spec.principals import Membership, Role, roles_of
+from service.spec.principals import Membership, ProjectQueue, QuotaScope, Role, roles_of
 from service.spec.states import (
     WAITING_STATES,
     AttemptState,
@@ -22,7 +22,7 @@ from service.spec.states import (
 )
 from service.store.database import Database
 from service.store.events import add_audit
-from service.store.tables import AttemptRow, JobRow, ProjectMemberRow, QueueQuotaRow
+from service.store.tables import AttemptRow, JobRow, ProjectMemberRow, ProjectQuotaRow, QueueQuotaRow
 from worker.contract.reasons import Cause, cause_of
 
 
@@ -102,9 +102,6 @@ async def remove_project_member(
     return existed
 
 
-LARGEST_QUOTA = 1_000_000
-
-
 async def effective_quotas(
     session: AsyncSession, configured: Mapping[str, int | None]
 ) -> dict[str, int | None]:
@@ -123,3 +120,32 @@ async def reset_quota(session: AsyncSession, queue: str, *, at: datetime, by: st
     """Delete an operator's quota, so that the configured one applies again."""
     await session.execute(delete(QueueQuotaRow).where(QueueQuotaRow.queue == queue))
     add_audit(session, by, "queue.quota", queue, at=at, detail="as configured")
+
+
+async def all_quotas(
+    session: AsyncSession, configured: Mapping[str, int | None]
+) -> dict[QuotaScope, int | None]:
+    """The quotas of the configured queues, and of projects in queues."""
+    return {**await effective_quotas(session, configured), **await project_quotas(session)}
+
+
+async def project_quotas(session: AsyncSession) -> dict[ProjectQueue, int]:
+    """The quotas of projects in queues, ordered by both names."""
+    row = ProjectQuotaRow
+    query = select(row.project, row.queue, row.quota).order_by(row.project, row.queue)
+    return {
+        ProjectQueue(project, queue): quota for project, queue, quota in (await session.execute(query)).all()
+    }
+
+
+async def set_project_quota(
+    session: AsyncSession, scope: ProjectQueue, quota: int | None, *, at: datetime, by: str
+) -> None:
+    """Set a project's quota in a queue; None deletes it."""
+    if quota is None:
+        same = ProjectQuotaRow.project == scope.project, ProjectQuotaRow.queue == scope.queue
+        await session.execute(delete(ProjectQuotaRow).where(*same))
+    else:
+        await session.merge(ProjectQuotaRow(project=scope.project, queue=scope.queue, quota=quota, set_at=at))
+    detail = f"{scope.queue}: {'none' if quota is None else quota}"
+    add_audit(session, by, "project.quota", scope.project, at=at, detail=detail)

@@ -430,6 +430,17 @@ class QueueQuotaRow(Base):
     set_at: Mapped[datetime]
 
 
+class ProjectQuotaRow(Base):
+    """The quota of a project in a queue."""
+
+    __tablename__ = "project_quotas"
+
+    project: Mapped[str] = mapped_column(String(100), primary_key=True)
+    queue: Mapped[str] = mapped_column(String(100), primary_key=True)
+    quota: Mapped[int]
+    set_at: Mapped[datetime]
+
+
 class NodeStateRow(Base):
     """The state of a node that an operator, Slotline or Ray has set: a NodeMark each."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Query
-from pydantic import BaseModel, ConfigDict, Field
 
 from service.api.auth import Caller
 from service.api.dependencies import CurrentService
@@ -16,9 +15,8 @@ from service.api.errors import responses
 from service.api.middleware import UserRoute
 from service.jobs import clusters
 from service.schemas.clusters import ClusterView, NodeChange, NodeList, TargetGroup
-from service.schemas.queues import QueueList, QueueQuotaView
+from service.schemas.queues import QueueList, QueueQuotaView, QuotaChange
 from service.spec.names import NAME_PATTERN
-from service.store.queues import LARGEST_QUOTA
 
 clusters_router = APIRouter(prefix="/api/v1", tags=["cluster"], route_class=UserRoute)
 ClusterName = Annotated[
@@ -69,14 +67,6 @@ async def prometheus_targets(caller: Caller, service: CurrentService) -> list[Ta
 
 quotas_router = APIRouter(prefix="/api/v1/queues", tags=["cluster"], route_class=UserRoute)
 QueueName = Annotated[str, Path(pattern=NAME_PATTERN, max_length=100, description="A configured queue")]
-
-
-class QuotaChange(BaseModel):
-    """The accelerators that the queue's running jobs may hold together."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    quota: Annotated[int, Field(ge=0, le=LARGEST_QUOTA)] | None = Field(description="null: no quota")
 
 
 @quotas_router.put("/{name}/quota", responses=responses(404, 422))

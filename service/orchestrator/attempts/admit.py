@@ -38,7 +38,7 @@ from service.spec.states import AttemptState, JobState, NodeMark, NodeState
 from service.store.attempts import create_attempt, placements_of
 from service.store.database import Sessions, utc_now
 from service.store.jobs import WaitingRow
-from service.store.queues import effective_quotas
+from service.store.queues import all_quotas
 from service.store.tables import AttemptRow, JobRow
 from service.store.transitions import explain_wait, lock_job, lock_jobs
 from worker.contract.reasons import Reason
@@ -104,7 +104,7 @@ class Admission:
         capacities, now = self._clusters.capacities(attempt_ids, marks), time.time()
         left_out = self._clusters.left_out(marks)
         async with self._database.read() as session:
-            quotas = await effective_quotas(session, self._settings.quotas)
+            quotas = await all_quotas(session, self._settings.quotas)
             on_left_out = await _workers_left_out(session, active, left_out)
         holders = [
             replace(
@@ -279,6 +279,7 @@ def to_waiting_job(job: JobRow | WaitingRow, settings: Settings, *, now: float) 
         began=job.attempts_made > 0,
         not_before=None if job.not_before is None else job.not_before.timestamp(),
         owner=fair_share_owner(job),
+        project=job.project,
         longest_s=longest_s,
         accelerator_type=job.accelerator_type,
         cluster=settings.cluster_of(job.queue),
@@ -307,6 +308,7 @@ def to_holder(
         accelerators=attempt.accelerators,
         device=attempt.device,
         owner=fair_share_owner(job),
+        project=job.project,
         priority=job.priority,
         since=attempt.created_at.timestamp(),
         until=until,

@@ -35,6 +35,7 @@ from service.orchestrator.decisions.cluster_demand import ClusterDemand, Waiting
 from service.orchestrator.ray.clusters import Clusters, ClusterWatcher, NamedCluster
 from service.orchestrator.ray.jobs_api import ClusterError, RayJobSubmission
 from service.orchestrator.tasks.runner import NoTaskResultError, TaskTimeoutError, run_ray_task
+from service.spec.principals import QuotaScope
 from service.spec.states import BY_RAY, NodeMark
 from service.store.database import Sessions
 from service.store.leases import clusters_with_requests, set_request_stands
@@ -104,7 +105,7 @@ class Autoscaling:
         starting: Collection[str],
         *,
         capacities: Mapping[str, Capacity | None],
-        quotas: Mapping[str, int | None],
+        quotas: Mapping[QuotaScope, int | None],
         left_out: Mapping[str, Mapping[str, NodeMark]],
     ) -> None:
         """Decide anew what each cluster that answers needs, for the jobs that wait in the order of their `turns`."""

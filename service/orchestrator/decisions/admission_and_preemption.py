@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -32,6 +32,7 @@ from service.orchestrator.decisions.attempt_lifecycle import (
     resource_text,
 )
 from service.orchestrator.decisions.fair_share import fair_order
+from service.spec.principals import DEFAULT_PROJECT, ProjectQueue, QuotaScope
 from worker.contract.reasons import Reason
 
 RESERVATION_LIMIT = 500
@@ -50,7 +51,7 @@ def admit(
     holders: Sequence[Holder],
     *,
     capacity: Capacity | None,
-    quotas: Mapping[str, int | None],
+    quotas: Mapping[QuotaScope, int | None],
     now: float,
     rules: QueueRules = QueueRules(),
     cluster_name: str = "",
@@ -59,7 +60,8 @@ def admit(
     that grows into what nobody waits for.
 
     Gangs start whole; an elastic job takes the largest of its gangs that fits. A job that backs off, or that is too large
-    for its quota or for the cluster, holds nobody up; a job that waits for its quota holds up its own queue only.
+    for its quota or for the cluster, holds nobody up; a job that waits for a quota holds up its own queue only, and where
+    that is its project's quota there, its own project in it.
     `cluster_name` stands behind "cluster" in messages, where there are several.
     """
     asked_types = {job.accelerator_type for job in waiting} - {None}
@@ -96,9 +98,9 @@ def _smallest_behind(jobs: Sequence[WaitingJob], device_of: Callable[[WaitingJob
     return smallest
 
 
-@dataclass
+@dataclass(eq=False)
 class _ResourcePool:
-    """Accelerators of one device and type, or the quota of one queue: its holders, and the reservations of the rest."""
+    """Accelerators of one device and type, or a quota: its holders, and the reservations of the rest."""
 
     profile: AvailabilityProfile
     users: list[Holder] = field(default_factory=list)
@@ -106,13 +108,13 @@ class _ResourcePool:
     accelerator_type: str | None = None
     capacity: Capacity = _NOTHING
     """Of the nodes of the type; of a quota empty."""
-    first: str | None = None
+    first: WaitingJob | None = None
     """The first job that waits for some."""
     reserved: int = 0
     closed: bool = False
     """No further job may start: it would come before one that could be promised no time."""
     used: int = 0
-    _usage_text: str | None = None
+    _usage_texts: dict[str, str] = field(default_factory=dict)
 
     def fits(self, job: WaitingJob) -> bool:
         return not self.closed and self.profile.fits_now(job.accelerators, job.longest_s)
@@ -125,12 +127,13 @@ class _ResourcePool:
         self.users.append(holder)
         self.used += self.amount(holder)
         self.profile.take(self.amount(holder), now, holder.until)
-        self._usage_text = None
+        self._usage_texts.clear()
 
-    def used_by(self) -> str:
-        if self._usage_text is None:
-            self._usage_text = _usage_message(self.users)
-        return self._usage_text
+    def used_by(self, project: str) -> str:
+        """The holders, in a message to a job of this project."""
+        if project not in self._usage_texts:
+            self._usage_texts[project] = _usage_message(self.users, project)
+        return self._usage_texts[project]
 
     @property
     def total(self) -> int:
@@ -150,7 +153,7 @@ class _AdmissionRound:
         self,
         holders: Sequence[Holder],
         capacity: Capacity | None,
-        quotas: Mapping[str, int | None],
+        quotas: Mapping[QuotaScope, int | None],
         now: float,
         rules: QueueRules,
         cluster_name: str,
@@ -167,11 +170,16 @@ class _AdmissionRound:
             for device in RAY_RESOURCES
         }
         """The pools of each device, one for each type."""
-        self._queues = {
-            queue: _make_pool(quota, [h for h in holders if h.queue == queue], now)
-            for queue, quota in quotas.items()
+        users = defaultdict[QuotaScope, list[Holder]](list)
+        for holder in holders:
+            for scope in holder.quota_scopes:
+                users[scope].append(holder)
+        self._limits = {
+            scope: _make_pool(quota, users[scope], now)
+            for scope, quota in quotas.items()
             if quota is not None
         }
+        """The pools of all quotas."""
         self._holders = holders
         self._preemptible = [holder for holder in holders if not holder.stopping] if rules.preempts else []
         self._preemptible.sort(key=lambda holder: (holder.priority, -holder.since, holder.job_id))
@@ -186,13 +194,19 @@ class _AdmissionRound:
         """The Wait of a job that cannot start whoever else ends; None where it can."""
         if job.not_before is not None and self._now < job.not_before:
             return Wait(job.id, Reason.BACKING_OFF, "waits a little before the next attempt")
-        quota = self._quotas.get(job.queue)
-        if quota is not None and job.accelerators > quota:
-            message = (
-                f"needs {job.accelerators} accelerators; the quota of queue {job.queue} is {quota}: "
-                "raise it in SLOTLINE_QUEUES, or submit to another queue or with fewer resources.meshes"
-            )
-            return Wait(job.id, Reason.WAITS_FOR_QUOTA, message)
+        for scope in job.quota_scopes:
+            quota = self._quotas.get(scope)
+            if quota is not None and job.accelerators > quota:
+                raised = (
+                    f"by `{_quota_command(scope)}`"
+                    if isinstance(scope, ProjectQueue)
+                    else "in SLOTLINE_QUEUES"
+                )
+                message = (
+                    f"needs {job.accelerators} accelerators; the quota of {_scope_text(scope)} is {quota}: "
+                    f"raise it {raised}, or submit to another queue or with fewer resources.meshes"
+                )
+                return Wait(job.id, Reason.WAITS_FOR_QUOTA, message)
         if self._capacity is None:
             if message := self._quota_is_short(job):
                 return Wait(job.id, Reason.WAITS_FOR_QUOTA, message)
@@ -218,10 +232,10 @@ class _AdmissionRound:
 
     def fitted(self, job: WaitingJob) -> WaitingJob:
         """The job with the largest of its gangs that fits now, else with the least."""
-        pools, queue = self._pools_for(job), self._queues.get(job.queue)
+        pools, limits = self._pools_for(job), self._limits_of(job)
         for size in job.sizes:
             sized = replace(job, accelerators=size)
-            if any(pool.fits(sized) for pool in pools) and (queue is None or queue.fits(sized)):
+            if any(pool.fits(sized) for pool in pools) and all(limit.fits(sized) for limit in limits):
                 return sized
         return job
 
@@ -231,12 +245,12 @@ class _AdmissionRound:
         waited_for = {id(pool) for job in waiting for pool in self._pools_for(job)}
         growing = []
         for holder in sorted(self._holders, key=lambda holder: (holder.since, holder.job_id)):
-            own, queue = self._device_pools_of(holder), self._queues.get(holder.queue)
+            own = self._device_pools_of(holder)
             if len(own) != 1 or holder.stopping or id(own[0]) in waited_for:
                 continue
             for size in holder.larger:
                 more = size - holder.accelerators
-                pools = [*own, *([] if queue is None else [queue])]
+                pools = self._pools_of(holder)
                 if all(pool.profile.fits_now(more, math.inf) for pool in pools):
                     for pool in pools:
                         pool.profile.take(more, self._now, math.inf)
@@ -248,18 +262,18 @@ class _AdmissionRound:
     def answer(self, job: WaitingJob, smallest: int) -> list[Start | Wait | Preempt]:
         """The answers to the next job; `smallest` is the smallest gang of its device from it on."""
         pools = [pool for pool in self._pools_for(job) if pool.total >= job.accelerators]
-        queue = self._queues.get(job.queue)
+        limits = self._limits_of(job)
         fitting = next((pool for pool in pools if pool.fits(job)), None)
-        if fitting is not None and (queue is None or queue.fits(job)):
+        if fitting is not None and all(limit.fits(job) for limit in limits):
             return [self._start(job, fitting)]
-        wait = self._wait(job, pools, queue)
+        wait = self._wait(job, pools, limits)
         device = self._soonest(job, pools)
         if fitting is None:
-            device.first = device.first or job.id
-        if queue is not None:
-            queue.first = queue.first or job.id
+            device.first = device.first or job
+        for limit in _held_up(job, limits):
+            limit.first = limit.first or job
         others = [pool for pool in pools if pool is not device and not pool.closed]
-        return [wait, *self._reserve(job, device, queue, smallest, others)]
+        return [wait, *self._reserve(job, device, limits, smallest, others)]
 
     def _start(self, job: WaitingJob, pool: _ResourcePool) -> Start:
         device: Device = "cuda" if pool.device == "cuda" else "cpu"
@@ -273,6 +287,7 @@ class _AdmissionRound:
             since=self._now,
             until=self._now + job.longest_s,
             accelerator_type=pool.accelerator_type,
+            project=job.project,
         )
         for each in self._pools_of(started):
             each.use(started, self._now)
@@ -310,13 +325,13 @@ class _AdmissionRound:
         self,
         job: WaitingJob,
         device: _ResourcePool,
-        queue: _ResourcePool | None,
+        limits: Sequence[_ResourcePool],
         smallest: int,
         others: Sequence[_ResourcePool],
     ) -> list[Preempt]:
         """Reserve accelerators of the pool `device` and quota for a job that must wait, by preemption where that helps,
         there or in one of the `others`."""
-        if queue is not None and queue.closed:
+        if any(limit.closed for limit in limits):
             return []
         lower = []
         if not device.closed:
@@ -325,96 +340,99 @@ class _AdmissionRound:
             device.closed = True  # no job behind could start anyhow: no reservation is needed against them
         preemptions = list[Preempt]()
         for pool in (device, *others) if lower else ():
-            if preemptions := self._choose_preemptions(job, pool, queue, lower):
+            if preemptions := self._choose_preemptions(job, pool, limits, lower):
                 device = pool
                 break
-        if queue is not None and not queue.fits(job) and not preemptions:
-            self._reserve_quota(job, queue)
+        if not all(limit.fits(job) for limit in limits) and not preemptions:
+            self._reserve_quota(job, _held_up(job, limits))
             return []
-        begin = None if device.closed else self._first_fit(job, device, queue)
+        pools = [device, *limits]
+        begin = None if device.closed else self._first_fit(job, pools)
         if begin is None or device.reserved >= RESERVATION_LIMIT:
             device.closed = True
-            if queue is not None:
-                queue.profile.take(job.accelerators, self._now, math.inf)
+            for limit in limits:
+                limit.profile.take(job.accelerators, self._now, math.inf)
             return preemptions
         device.reserved += 1
-        for pool in (device, queue):
-            if pool is not None:
-                pool.profile.take(job.accelerators, begin, begin + job.longest_s)
+        for pool in pools:
+            pool.profile.take(job.accelerators, begin, begin + job.longest_s)
         return preemptions
 
-    def _reserve_quota(self, job: WaitingJob, queue: _ResourcePool) -> None:
-        """Reserve quota for a job that waits for it; it stands in no other queue's way."""
-        begin = queue.profile.first_fit(job.accelerators, job.longest_s)
-        if begin is None or queue.reserved >= RESERVATION_LIMIT:
-            queue.closed = True
-        else:
-            queue.reserved += 1
-            queue.profile.take(job.accelerators, begin, begin + job.longest_s)
+    def _reserve_quota(self, job: WaitingJob, limits: Sequence[_ResourcePool]) -> None:
+        """Reserve quota for a job that waits for it; it stands in the way of nobody whom other quotas bound."""
+        begin = self._first_fit(job, limits)
+        for limit in limits:
+            if begin is None or limit.reserved >= RESERVATION_LIMIT:
+                limit.closed = True
+            else:
+                limit.reserved += 1
+                limit.profile.take(job.accelerators, begin, begin + job.longest_s)
 
-    def _first_fit(self, job: WaitingJob, device: _ResourcePool, queue: _ResourcePool | None) -> float | None:
-        """The first time at which accelerators and quota are both free for the whole job; None where none is known."""
-        begin = device.profile.first_fit(job.accelerators, job.longest_s)
-        while begin is not None and queue is not None:
-            later = queue.profile.first_fit(job.accelerators, job.longest_s, begin)
-            if later is None or later == begin:
-                return later
-            begin = device.profile.first_fit(job.accelerators, job.longest_s, later)
+    def _first_fit(self, job: WaitingJob, pools: Sequence[_ResourcePool]) -> float | None:
+        """The first time at which all of the pools have room for the whole job; None where none is known."""
+        begin, agreed = self._now, 0
+        for pool in itertools.cycle(pools):
+            later = pool.profile.first_fit(job.accelerators, job.longest_s, begin)
+            if later is None:
+                return None
+            begin, agreed = later, agreed + 1 if later == begin else 1
+            if agreed >= len(pools):
+                return begin
         return begin
 
     def _choose_preemptions(
         self,
         job: WaitingJob,
         device: _ResourcePool,
-        queue: _ResourcePool | None,
+        limits: Sequence[_ResourcePool],
         lower: Sequence[Holder],
     ) -> list[Preempt]:
         """The holders of `lower` that must end for the job to start within the grace: the lowest priority first, then
         the last that started; none where that is not enough, or not needed."""
-        short_of_quota = queue is not None and queue.profile.free < job.accelerators
-        helpful = [
-            holder
-            for holder in lower
-            if device in self._device_pools_of(holder) or (short_of_quota and holder.queue == job.queue)
-        ]
+        short = [device, *(limit for limit in limits if limit.profile.free < job.accelerators)]
+        helpful = [holder for holder in lower if any(pool in short for pool in self._pools_of(holder))]
         if not helpful or self._preemptions_tried >= _PREEMPTION_TRIES:
             return []
         within = self._now + self._rules.grace_s
-        if self._starts_within(job, device, queue, (), within):
+        if self._starts_within(job, [device, *limits], (), within):
             return []
         self._preemptions_tried += 1
         chosen = list[Holder]()
         for holder in helpful:
             chosen.append(holder)
-            if self._starts_within(job, device, queue, chosen, within):
+            if self._starts_within(job, [device, *limits], chosen, within):
                 break
         else:
             return []
         for holder in reversed(chosen[:-1]):
             fewer = [other for other in chosen if other is not holder]
-            if self._starts_within(job, device, queue, fewer, within):
+            if self._starts_within(job, [device, *limits], fewer, within):
                 chosen = fewer
         for holder in chosen:
             self._preemptible.remove(holder)
             for pool in self._pools_of(holder):
                 if within < holder.until:
                     pool.profile.take(-pool.amount(holder), within, holder.until)
-        message = f"gives way to job {job.id}, whose priority {job.priority} is above "
-        return [Preempt(holder.job_id, job.id, f"{message}{holder.priority}") for holder in chosen]
+        return [
+            Preempt(
+                holder.job_id,
+                job.id,
+                f"gives way to {_job_text(job.id, job.project, to=holder.project)}, whose priority {job.priority} is above "
+                f"{holder.priority}",
+            )
+            for holder in chosen
+        ]
 
     def _starts_within(
         self,
         job: WaitingJob,
-        device: _ResourcePool,
-        queue: _ResourcePool | None,
+        pools: Sequence[_ResourcePool],
         ending: Sequence[Holder],
         within: float,
     ) -> bool:
         """True where the job could start by `within` if `ending` end then."""
         profiles = []
-        for pool in (device, queue):
-            if pool is None:
-                continue
+        for pool in pools:
             profile = pool.profile.copy()
             for holder in ending:
                 if pool in self._pools_of(holder) and within < holder.until:
@@ -427,8 +445,11 @@ class _AdmissionRound:
         )
 
     def _pools_of(self, holder: Holder) -> list[_ResourcePool]:
-        queue = self._queues.get(holder.queue)
-        return self._device_pools_of(holder) + ([] if queue is None else [queue])
+        return [*self._device_pools_of(holder), *self._limits_of(holder)]
+
+    def _limits_of(self, job: WaitingJob | Holder) -> list[_ResourcePool]:
+        """The pools of the quotas that bound the job, that of its project first."""
+        return [self._limits[scope] for scope in job.quota_scopes if scope in self._limits]
 
     def _device_pools_of(self, holder: Holder) -> list[_ResourcePool]:
         """The pool of the holder's accelerators; none where it holds those of another cluster, or of nodes that are gone."""
@@ -436,7 +457,7 @@ class _AdmissionRound:
         types = [pool.accelerator_type for pool in pools]
         return [pool for pool in pools if _may_be_of(holder, pool.accelerator_type, types)]
 
-    def _wait(self, job: WaitingJob, pools: Sequence[_ResourcePool], queue: _ResourcePool | None) -> Wait:
+    def _wait(self, job: WaitingJob, pools: Sequence[_ResourcePool], limits: Sequence[_ResourcePool]) -> Wait:
         if message := self._quota_is_short(job):
             return Wait(job.id, Reason.WAITS_FOR_QUOTA, message)
         device = self.device_of(job)
@@ -454,13 +475,13 @@ class _AdmissionRound:
         if all(pool.unused < job.accelerators for pool in pools):
             others = sum(pool.capacity.others.get(device, 0) for pool in pools)
             taken = f"; others than Slotline's running jobs hold {others}" if others else ""
-            users = "".join(pool.used_by() for pool in pools)
+            users = "".join(pool.used_by(job.project) for pool in pools)
             message = wanted + users + taken + self._left_out(job)
             return Wait(job.id, Reason.WAITS_FOR_ACCELERATORS, message)
-        first = next((pool.first for pool in pools if pool.first), None)
-        if queue is not None and not queue.fits(job):
-            first = queue.first
-        behind = f", kept for job {first}, which is before it"
+        short = next((limit for limit in limits if not limit.fits(job)), None)
+        first = next((pool.first for pool in pools if pool.first), None) if short is None else short.first
+        named = "another" if first is None else _job_text(first.id, first.project, to=job.project)
+        behind = f", kept for {named}, which is before it"
         if job.longest_s == math.inf:
             behind += "; with max_duration it could start where it ends in time"
         return Wait(job.id, Reason.WAITS_BEHIND, wanted + behind)
@@ -477,15 +498,40 @@ class _AdmissionRound:
         return f"; {number} more on nodes that take none: {named}; `slotline node include NAME` puts one back"
 
     def _quota_is_short(self, job: WaitingJob) -> str | None:
-        pool, quota = self._queues.get(job.queue), self._quotas.get(job.queue)
-        if pool is None or quota is None:
-            return None
-        if pool.used + job.accelerators <= quota:
-            return None
-        return (
-            f"waits for {job.accelerators} accelerators of queue {job.queue}; "
-            f"{quota - pool.used} of its quota of {quota} free{pool.used_by()}"
-        )
+        for scope in job.quota_scopes:
+            pool, quota = self._limits.get(scope), self._quotas.get(scope)
+            if pool is not None and quota is not None and pool.used + job.accelerators > quota:
+                return (
+                    f"waits for {job.accelerators} accelerators of {_scope_text(scope)}; "
+                    f"{quota - pool.used} of its quota of {quota} free{pool.used_by(job.project)}"
+                )
+        return None
+
+
+def _held_up(job: WaitingJob, limits: Sequence[_ResourcePool]) -> Sequence[_ResourcePool]:
+    """The quotas in which others wait behind the job: up to the first that is short, so of a project without quota left
+    only its own; all where none is."""
+    for number, limit in enumerate(limits, 1):
+        if not limit.fits(job):
+            return limits[:number]
+    return limits
+
+
+def _scope_text(scope: QuotaScope) -> str:
+    return (
+        f"project {scope.project} in queue {scope.queue}"
+        if isinstance(scope, ProjectQueue)
+        else f"queue {scope}"
+    )
+
+
+def _quota_command(scope: ProjectQueue) -> str:
+    return f"slotline quota {scope.queue} NUMBER --project {scope.project}"
+
+
+def _job_text(job_id: str, project: str, *, to: str) -> str:
+    """The job in a message to one of the project `to`, whose members may not see it."""
+    return f"job {job_id}" if project in (to, DEFAULT_PROJECT) else "a job of another project"
 
 
 def _make_pool(total: int, users: list[Holder], now: float) -> _ResourcePool:
@@ -541,12 +587,18 @@ def _too_small_message(
     )
 
 
-def _usage_message(users: Sequence[Holder]) -> str:
+def _usage_message(users: Sequence[Holder], project: str) -> str:
+    """The holders, of which those that members of the project see have names."""
     if not users:
         return ""
-    named = ", ".join(f"job {user.job_id} uses {user.accelerators}" for user in users[:3])
-    more = f", {len(users) - 3} more jobs use {sum(user.accelerators for user in users[3:])}"
-    return f" ({named}{more if len(users) > 3 else ''})"
+    seen = [user for user in users if user.project in (project, DEFAULT_PROJECT)]
+    parts = [f"job {user.job_id} uses {user.accelerators}" for user in seen[:3]]
+    if len(seen) > 3:
+        parts.append(f"{len(seen) - 3} more jobs use {sum(user.accelerators for user in seen[3:])}")
+    if len(seen) < len(users):
+        hidden = sum(user.accelerators for user in users) - sum(user.accelerators for user in seen)
+        parts.append(f"jobs of other projects use {hidden}")
+    return f" ({', '.join(parts)})"
 
 
 class AvailabilityProfile:

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 from service.settings.clusters import DEFAULT_CLUSTER
 from service.spec.job import RetrySection
+from service.spec.principals import DEFAULT_PROJECT, QuotaScope, quota_scopes
 from service.spec.states import AttemptState
 from worker.contract.reasons import Cause, Reason, cause_of
 
@@ -52,6 +53,11 @@ class WaitingJob:
     gangs: Sequence[int] = ()
     patient: bool = False
     """It waits for a gang as large as its last one, and after a while goes on with a smaller one."""
+    project: str = DEFAULT_PROJECT
+
+    @property
+    def quota_scopes(self) -> Sequence[QuotaScope]:
+        return quota_scopes(self.project, self.queue)
 
     @property
     def sizes(self) -> Sequence[int]:
@@ -80,6 +86,11 @@ class Holder:
     """Sizes of a gang with which an elastic job would end clearly earlier, the most first, though it has to start anew."""
     accelerator_type: str | None = None
     """The type of all of them; None on nodes that tell none."""
+    project: str = DEFAULT_PROJECT
+
+    @property
+    def quota_scopes(self) -> Sequence[QuotaScope]:
+        return quota_scopes(self.project, self.queue)
 
 
 class AcceleratorKind(NamedTuple):

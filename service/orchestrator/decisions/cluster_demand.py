@@ -8,6 +8,7 @@ the order of their turns, for the longest part of them that fits; `ceilings` rem
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from service.orchestrator.decisions.attempt_lifecycle import (
     WaitingJob,
     device_of,
 )
+from service.spec.principals import QuotaScope
 
 GANGS_LIMIT = 500
 """Gangs of a demand at most: no cluster grows for more at once, and the autoscaler reads it every few seconds."""
@@ -83,17 +85,18 @@ def cluster_demand(
     cluster: str,
     capacity: Capacity,
     others: Mapping[AcceleratorKind, int],
-    quotas: Mapping[str, int | None],
+    quotas: Mapping[QuotaScope, int | None],
     ceilings: Mapping[AcceleratorKind, int],
     starting: Collection[str] = (),
 ) -> ClusterDemand:
     """The demand of `cluster` for the jobs of all clusters that wait, in the order of their `turns`.
 
-    A gang counts as far as the quota of its queue lets it start beside the queue's `holders` and the gangs before it; of a
-    queue none overtakes. `others` are accelerators that the autoscaler counts and no gang gets: of other programs, and of
-    nodes that take no work. What is held counts by type where a gang asks for the type. No kind has more in all than its
-    ceiling, under which a smaller gang may come behind one that does not fit. Holders that are stopping leave theirs to
-    the gangs. Attempts of the jobs `starting` keep what was asked for before, until their workers hold it.
+    A gang counts as far as the quotas of its queue, and of its project there, let it start beside the `holders` and the
+    gangs before it; behind one that waits for a quota none of the same quota does. `others` are accelerators that the
+    autoscaler counts and no gang gets: of other programs, and of nodes that take no work. What is held counts by type
+    where a gang asks for the type. No kind has more in all than its ceiling, under which a smaller gang may come behind
+    one that does not fit. Holders that are stopping leave theirs to the gangs. Attempts of the jobs `starting` keep what
+    was asked for before, until their workers hold it.
     """
     here = [holder for holder in holders if holder.cluster == cluster and not holder.stopping]
     asked_types = {job.accelerator_type for job in turns if job.cluster == cluster}
@@ -106,23 +109,25 @@ def cluster_demand(
         ),
     ]:
         held[AcceleratorKind(device, accelerator_type if accelerator_type in asked_types else None)] += number
-    quota_used = Counter[str]()
+    quota_used = Counter[QuotaScope]()
     for holder in holders:
-        quota_used[holder.queue] += holder.accelerators
+        for scope in holder.quota_scopes:
+            quota_used[scope] += holder.accelerators
     total, gangs = Counter(held), list[WaitingGang]()
-    full_queues = set[str]()
+    exhausted = set[QuotaScope]()
     for job in turns:
-        quota = quotas.get(job.queue)
-        if job.cluster != cluster or job.began_on not in (None, cluster) or job.queue in full_queues:
+        scopes = job.quota_scopes
+        if job.cluster != cluster or job.began_on not in (None, cluster) or exhausted.intersection(scopes):
             continue
-        if quota is not None and quota_used[job.queue] + job.accelerators > quota:
-            if job.accelerators <= quota:
-                full_queues.add(job.queue)
+        short = [scope for scope in scopes if _quota_left(scope, quotas, quota_used) < job.accelerators]
+        if short:
+            if not any(_quota_left(scope, quotas, {}) < job.accelerators for scope in short):
+                exhausted.add(short[0])
             continue
         kind = AcceleratorKind(_device_to_grow(job, capacity), job.accelerator_type)
         if total[kind] + job.accelerators > ceilings.get(kind, total[kind] + job.accelerators):
             continue
-        quota_used[job.queue] += job.accelerators
+        quota_used.update(dict.fromkeys(scopes, job.accelerators))
         total[kind] += job.accelerators
         gangs.append(WaitingGang(job.id, kind, job.accelerators))
         if len(gangs) == GANGS_LIMIT:
@@ -134,6 +139,13 @@ def cluster_demand(
         {kind: number for kind, number in sorted(held.items(), key=str) if kind.device in devices},
         tuple(gangs),
     )
+
+
+def _quota_left(
+    scope: QuotaScope, quotas: Mapping[QuotaScope, int | None], used: Mapping[QuotaScope, int]
+) -> float:
+    quota = quotas.get(scope)
+    return math.inf if quota is None else quota - used.get(scope, 0)
 
 
 def _device_to_grow(job: WaitingJob, capacity: Capacity) -> Device:

@@ -22,6 +22,7 @@ from service.orchestrator.decisions.attempt_lifecycle import (
     device_of,
 )
 from service.orchestrator.decisions.fair_share import fair_order
+from service.spec.principals import QuotaScope
 from worker.contract.reasons import Reason
 
 _OTHER_CLUSTER_DEVICE = "elsewhere"
@@ -33,7 +34,7 @@ def admit_all_clusters(
     holders: Sequence[Holder],
     *,
     capacities: Mapping[str, Capacity | None],
-    quotas: Mapping[str, int | None],
+    quotas: Mapping[QuotaScope, int | None],
     now: float,
     rules: QueueRules = QueueRules(),
 ) -> list[Start | Wait | Preempt]:

@@ -352,6 +352,7 @@ async def test_members_are_listed_to_members_and_the_audit_log_has_who_set_them(
             {"principal": "alice", "role": "submitter"},
             {"principal": "ci-*", "role": "viewer"},
         ],
+        "quotas": [],
     }
     assert await team.get(f"{PROJECTS}/nlp", team.alice) == shown | {"role": "submitter"}
     own = (await team.get(PROJECTS, team.bob))["items"]

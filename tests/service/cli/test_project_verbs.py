@@ -31,6 +31,20 @@ def test_members_are_set_shown_and_taken_out(run: Run, served: Served):
     assert "there is no project vision" in run("project", "show", "vision").err
 
 
+def test_quotas_of_a_project_are_set_shown_and_taken_away(run: Run, served: Served):
+    run("project", "member", "nlp", "alice", "submitter")
+    shown = "alice submitter\nqueue default: 0 of a quota of 8 accelerators used\n"
+    assert run("quota", "default", "8", "--project", "nlp").out == shown
+    assert run("project", "show", "nlp").out == shown
+    quotas = run("project", "show", "nlp", "--json").json["quotas"]
+    assert quotas == [{"queue": "default", "quota": 8, "used": 0}]
+    assert run("quota", "default", "none", "--project", "nlp", "--json").json["quotas"] == []
+    wrong = run("quota", "default", "configured", "--project", "nlp")
+    assert wrong.code == 1 and "no quotas of projects" in wrong.err
+    unknown = run("quota", "large", "8", "--project", "nlp")
+    assert unknown.code == 1 and "there is no queue large" in unknown.err
+
+
 def test_jobs_are_submitted_to_a_project_and_listed_by_it(run: Run, served: Served, tmp_path: Path):
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(job_body(name="plain")))

@@ -308,5 +308,5 @@ def test_every_table_is_either_kept_for_ever_or_tidied():
         "placements",
     }
     kept = {"jobs", "attempts", "events", "profiles", "tokens", "pulses", "audit", "secrets", "job_labels"}
-    kept |= {"queue_quotas", "project_members", "node_states", "leases"}
+    kept |= {"queue_quotas", "project_quotas", "project_members", "node_states", "leases"}
     assert set(Base.metadata.tables) == tidied | kept

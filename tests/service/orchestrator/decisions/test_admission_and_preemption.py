@@ -20,6 +20,7 @@ from service.orchestrator.decisions.attempt_lifecycle import (
     Wait,
     WaitingJob,
 )
+from service.spec.principals import ProjectQueue
 
 RULES = QueueRules(preempts=True, grace_s=10.0, patience_s=1e9)
 
@@ -191,6 +192,75 @@ def test_a_full_quota_is_made_room_in_by_its_own_queue_only():
     assert preempted(answers) == ["mine"]
 
 
+NLP = ProjectQueue("nlp", "q")
+
+
+def test_a_project_without_quota_left_holds_up_its_own_jobs_only():
+    """In its queue; in others, and for other projects, nothing is kept."""
+    held = [holder("x", 2, project="nlp"), holder("y", 1)]
+    waiting = [
+        job("large", 3, age=1, project="nlp"),
+        job("small", 1, age=2, project="nlp"),
+        job("others", 1, age=3),
+        job("elsewhere", 1, age=4, queue="r", project="nlp"),
+    ]
+    answers = decide(waiting, held, quotas={NLP: 4, "q": 9}, total=9)
+    assert started(answers) == ["others", "elsewhere"], "small would hold up large for ever"
+    large, small = (answer for answer in answers if isinstance(answer, Wait))
+    assert large.reason == "WAITS_FOR_QUOTA"
+    assert large.message == (
+        "waits for 3 accelerators of project nlp in queue q; 2 of its quota of 4 free (job x uses 2)"
+    )
+    assert small.reason == "WAITS_BEHIND" and "kept for job large" in small.message
+    assert started(decide(waiting, held, quotas={NLP: 5, "q": 9}, total=9)) == [
+        "large",
+        "others",
+        "elsewhere",
+    ]
+
+
+def test_a_job_waits_for_the_quotas_of_its_project_and_of_its_queue():
+    held = [holder("x", 2, project="nlp", until=150.0), holder("y", 2, until=130.0)]
+    waiting = [job("both", 2, age=1, project="nlp", longest_s=50.0), job("short", 1, age=2, longest_s=20.0)]
+    quotas = {NLP: 3, "q": 4}
+    assert started(decide(waiting, held, quotas=quotas, total=9)) == [], "the queue's is used up"
+    assert started(decide(waiting, held[:1], quotas=quotas, total=9)) == ["short"], "its project's is used up"
+    assert started(decide(waiting, held[1:], quotas=quotas, total=9)) == ["both"]
+    assert started(decide(waiting, [], quotas=quotas, total=9)) == ["both", "short"]
+
+
+def test_a_job_above_the_whole_quota_of_its_project_says_what_raises_it_and_holds_nobody_up():
+    answers = decide([job("large", 3, project="nlp"), job("small", 1, age=1, project="nlp")], quotas={NLP: 2})
+    assert started(answers) == ["small"]
+    (wait,) = (answer for answer in answers if isinstance(answer, Wait))
+    assert "raise it by `slotline quota q NUMBER --project nlp`" in wait.message
+
+
+def test_a_full_quota_of_a_project_is_made_room_in_by_its_own_jobs_only():
+    held = [holder("mine", 2, priority=1, project="nlp"), holder("theirs", 2, priority=0)]
+    answers = decide([job("urgent", 2, priority=5, project="nlp")], held, quotas={NLP: 2, "q": 8}, total=8)
+    assert preempted(answers) == ["mine"]
+
+
+def test_messages_name_no_job_that_members_of_their_project_do_not_see():
+    """A job of another project is one of another project; those of the default one have names for everybody."""
+    held = [holder("hidden", 2, project="vision", priority=1), holder("open", 1)]
+    first, second = job("first", 3, age=1, project="vision"), job("second", 1, age=2, project="nlp")
+    answers = decide([first, second], held, total=4, rules=replace(RULES, preempts=False))
+    texts = {answer.job_id: answer.message for answer in answers}
+    assert "job hidden uses 2" in texts["first"] and "job open uses 1" in texts["first"]
+    assert texts["second"].endswith(
+        "kept for a job of another project, which is before it; with max_duration it "
+        "could start where it ends in time"
+    )
+    crowded = decide([replace(second, accelerators=2)], held, total=4)
+    assert crowded[0].message.endswith("(job open uses 1, jobs of other projects use 2)")
+    ends = decide([replace(second, accelerators=3, priority=5)], held, total=4)
+    assert {end.job_id: end.message for end in ends if isinstance(end, Preempt)}["hidden"] == (
+        "gives way to a job of another project, whose priority 5 is above 1"
+    )
+
+
 # Properties of one round
 
 
@@ -205,6 +275,7 @@ waiting_jobs = st.lists(
         accelerators=st.integers(1, 6),
         device=st.sampled_from(["cpu", "cuda", "auto"]),
         owner=st.sampled_from("abc"),
+        project=st.sampled_from(["default", "nlp"]),
         longest_s=lengths,
     ),
     max_size=9,
@@ -218,6 +289,7 @@ holding = st.lists(
         accelerators=st.integers(1, 3),
         device=st.sampled_from(["cpu", "cuda"]),
         owner=st.sampled_from("abc"),
+        project=st.sampled_from(["default", "nlp"]),
         priority=st.integers(0, 2),
         since=st.integers(0, 99).map(float),
         until=lengths.map(lambda length: 100.0 + length),
@@ -229,22 +301,29 @@ holding = st.lists(
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(waiting_jobs, holding, st.integers(0, 4), st.integers(0, 4), st.none() | st.integers(0, 8))
-def test_never_over_quota_never_a_part_of_a_gang_and_nobody_ends_in_vain(waiting, held, cpu, cuda, quota):
+@given(
+    waiting_jobs,
+    holding,
+    st.integers(0, 4),
+    st.integers(0, 4),
+    st.fixed_dictionaries({"q": st.none() | st.integers(0, 8), NLP: st.none() | st.integers(0, 6)}),
+)
+def test_never_over_quota_never_a_part_of_a_gang_and_nobody_ends_in_vain(waiting, held, cpu, cuda, quotas):
     """Whatever is held: what starts fits whole beside it, and who gives way has a lower priority than whom for."""
     of = {d: sum(one.accelerators for one in held if one.device == d) for d in ("cpu", "cuda")}
     capacity = Capacity({"cpu": of["cpu"] + cpu, "cuda": of["cuda"] + cuda})
-    answers = admit(waiting, held, capacity=capacity, quotas={"q": quota}, now=100.0, rules=RULES)
+    answers = admit(waiting, held, capacity=capacity, quotas=quotas, now=100.0, rules=RULES)
     known = {one.id: one for one in waiting}
     told = sorted(one.job_id for one in answers if not isinstance(one, Preempt))
     assert told == sorted(known), "one answer each"
     starts = [(known[one.job_id], one.device) for one in answers if isinstance(one, Start)]
     for device, free in (("cpu", cpu), ("cuda", cuda)):
         assert sum(one.accelerators for one, where in starts if where == device) <= free
-    if quota is not None:
-        used = sum(one.accelerators for one in held if one.queue == "q")
-        new = sum(one.accelerators for one, _ in starts if one.queue == "q")
-        assert new == 0 or used + new <= quota
+    for bounded in (q := lambda one: one.queue == "q", lambda one: q(one) and one.project == "nlp"):
+        quota = quotas["q" if bounded is q else NLP]
+        used = sum(one.accelerators for one in held if bounded(one))
+        new = sum(one.accelerators for one, _ in starts if bounded(one))
+        assert quota is None or new == 0 or used + new <= quota
     running = {one.job_id: one for one in held}
     ends = preempted(answers)
     assert len(ends) == len(set(ends)) and not any(running[name].stopping for name in ends)
@@ -255,12 +334,19 @@ def test_never_over_quota_never_a_part_of_a_gang_and_nobody_ends_in_vain(waiting
     if ends:  # when the grace is over the first of those that they gave way to starts
         left = [one for one in held if one.job_id not in ends]
         left += [
-            holder(one.id, one.accelerators, queue=one.queue, device=device, until=100.0 + one.longest_s)
+            holder(
+                one.id,
+                one.accelerators,
+                queue=one.queue,
+                device=device,
+                until=100.0 + one.longest_s,
+                project=one.project,
+            )
             for one, device in starts
             if one.longest_s > 10.0
         ]
         still = [one for one in waiting if one.id not in started(answers)]
-        later = admit(still, left, capacity=capacity, quotas={"q": quota}, now=110.0, rules=RULES)
+        later = admit(still, left, capacity=capacity, quotas=quotas, now=110.0, rules=RULES)
         best = max(
             (known[one.for_job] for one in answers if isinstance(one, Preempt)), key=lambda j: j.priority
         )

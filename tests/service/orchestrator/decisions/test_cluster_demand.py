@@ -16,6 +16,7 @@ from service.orchestrator.decisions.cluster_demand import (
     WaitingGang,
     cluster_demand,
 )
+from service.spec.principals import ProjectQueue
 
 FOUR = Capacity({"cpu": 4, "cuda": 0})
 CPU, CUDA = AcceleratorKind("cpu"), AcceleratorKind("cuda")
@@ -40,7 +41,7 @@ def demand(
     cluster: str = "default",
     capacity: Capacity = FOUR,
     others: Mapping[AcceleratorKind, int] | None = None,
-    quotas: Mapping[str, int | None] | None = None,
+    quotas: Mapping[Any, int | None] | None = None,
     ceilings: Mapping[Any, int] | None = None,
     starting: Sequence[str] = (),
 ) -> ClusterDemand:
@@ -105,6 +106,15 @@ def test_a_queue_asks_for_its_quota_at_most_and_in_order():
 def test_a_job_above_the_whole_quota_holds_nobody_up():
     turns = [waiting("a", 8, queue="small"), waiting("b", 2, queue="small")]
     assert jobs(demand(turns, quotas={"small": 6})) == ["b"]
+
+
+def test_behind_a_project_without_quota_left_others_of_its_queue_ask_for_theirs():
+    nlp = {"queue": "small", "project": "nlp"}
+    turns = [waiting("a", 4, **nlp), waiting("b", 1, **nlp), waiting("c", 4, queue="small")]
+    holders = [running("r", 2, **nlp)]
+    assert jobs(demand(turns, holders, quotas={ProjectQueue("nlp", "small"): 5})) == ["c"]
+    assert jobs(demand(turns, holders, quotas={ProjectQueue("nlp", "small"): 5, "small": 5})) == []
+    assert jobs(demand(turns, holders, quotas={ProjectQueue("nlp", "small"): 3})) == ["b", "c"], "never a"
 
 
 def test_what_a_queue_holds_on_another_cluster_counts_for_its_quota_alone():
