@@ -228,13 +228,13 @@ async def measured_links(
         .order_by(ProfileRow.created_at.desc(), ProfileRow.key)
         .limit(_LINK_PROFILES_READ)
     )
-    links = dict[tuple[str, str], float]()
+    known, links = frozenset(nodes), dict[tuple[str, str], float]()
     for body in (await session.execute(query)).scalars():
         with contextlib.suppress(LookupError, TypeError, ValueError, ZeroDivisionError):  # a driver wrote it
             names = body["nodes"]
             for source, target, _, bytes_per_s in body["links"]:
                 ends = names[source], names[target]
-                if {*ends} <= {*nodes} and 0 < (cost := 1 / float(bytes_per_s)) < math.inf:
+                if known.issuperset(ends) and 0 < (cost := 1 / float(bytes_per_s)) < math.inf:
                     links.setdefault(ends, cost)
     return links
 

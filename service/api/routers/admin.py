@@ -13,7 +13,6 @@ from service.api.auth import Caller
 from service.api.dependencies import CurrentService, JobId
 from service.api.errors import responses
 from service.api.middleware import UserRoute
-from service.api.routers.clusters import QueueName
 from service.jobs import admin
 from service.schemas.admin import (
     AuditPage,
@@ -27,10 +26,8 @@ from service.schemas.admin import (
     TokenRequest,
     Whoami,
 )
-from service.schemas.queues import QuotaChange
 from service.spec.job import OWNER_PATTERN
 from service.spec.names import NAME_PATTERN
-from service.spec.principals import ProjectQueue
 from service.spec.values import VARIABLE_PATTERN
 
 notifications_router = APIRouter(prefix="/api/v1/jobs", tags=["jobs"], route_class=UserRoute)
@@ -126,15 +123,6 @@ async def remove_project_member(
     """Take a principal or pattern out of the project: its jobs are no longer there for who is in it by no other."""
     await admin.remove_member(service, name, principal, caller)
     return Response(status_code=204)
-
-
-@projects_router.put("/{name}/quotas/{queue}", responses=responses(404, 422))
-async def change_project_quota(
-    name: ProjectName, queue: QueueName, body: QuotaChange, caller: Caller, service: CurrentService
-) -> ProjectView:
-    """Limit the accelerators that the project's running jobs hold together in a queue, beside the queue's own quota. What
-    runs already goes on."""
-    return await admin.change_project_quota(service, ProjectQueue(name, queue), body.quota, caller)
 
 
 secrets_router = APIRouter(prefix="/api/v1/secrets", tags=["people"], route_class=UserRoute)

@@ -13,10 +13,12 @@ from service.api.auth import Caller
 from service.api.dependencies import CurrentService
 from service.api.errors import responses
 from service.api.middleware import UserRoute
-from service.jobs import clusters
+from service.jobs import admin, clusters
+from service.schemas.admin import ProjectView
 from service.schemas.clusters import ClusterView, NodeChange, NodeList, TargetGroup
 from service.schemas.queues import QueueList, QueueQuotaView, QuotaChange
 from service.spec.names import NAME_PATTERN
+from service.spec.principals import ProjectQueue
 
 clusters_router = APIRouter(prefix="/api/v1", tags=["cluster"], route_class=UserRoute)
 ClusterName = Annotated[
@@ -65,11 +67,11 @@ async def prometheus_targets(caller: Caller, service: CurrentService) -> list[Ta
     return await clusters.prometheus_targets(service, caller)
 
 
-quotas_router = APIRouter(prefix="/api/v1/queues", tags=["cluster"], route_class=UserRoute)
+quotas_router = APIRouter(prefix="/api/v1", tags=["cluster"], route_class=UserRoute)
 QueueName = Annotated[str, Path(pattern=NAME_PATTERN, max_length=100, description="A configured queue")]
 
 
-@quotas_router.put("/{name}/quota", responses=responses(404, 422))
+@quotas_router.put("/queues/{name}/quota", responses=responses(404, 422))
 async def change_quota(
     name: QueueName, body: QuotaChange, caller: Caller, service: CurrentService
 ) -> QueueQuotaView:
@@ -77,7 +79,20 @@ async def change_quota(
     return await clusters.change_quota(service, name, body.quota, caller)
 
 
-@quotas_router.delete("/{name}/quota", responses=responses(404, 422))
+@quotas_router.delete("/queues/{name}/quota", responses=responses(404, 422))
 async def reset_queue_quota(name: QueueName, caller: Caller, service: CurrentService) -> QueueQuotaView:
     """Back to the configured quota."""
     return await clusters.reset_to_configured_quota(service, name, caller)
+
+
+@quotas_router.put("/projects/{name}/quotas/{queue}", responses=responses(404, 422))
+async def change_project_quota(
+    name: Annotated[str, Path(pattern=NAME_PATTERN, max_length=100, description="A project")],
+    queue: QueueName,
+    body: QuotaChange,
+    caller: Caller,
+    service: CurrentService,
+) -> ProjectView:
+    """Limit the accelerators that the project's running jobs hold together in a queue, beside the queue's own quota. What
+    runs already goes on."""
+    return await admin.change_project_quota(service, ProjectQueue(name, queue), body.quota, caller)
