@@ -131,7 +131,7 @@ class Reason(StrEnum):
     BACKING_OFF = "BACKING_OFF", None, "a pause before the next attempt"
     CHECKING = "CHECKING", None, "its factories, arguments and data are checked before its first attempt"
     WAITS_FOR_ACCELERATORS = "WAITS_FOR_ACCELERATORS", None, "too few accelerators are free"
-    WAITS_FOR_QUOTA = "WAITS_FOR_QUOTA", None, "the queue's quota is used up"
+    WAITS_FOR_QUOTA = "WAITS_FOR_QUOTA", None, "the quota of the queue, or of the project there, is used up"
     WAITS_FOR_CLUSTER = "WAITS_FOR_CLUSTER", None, "its Ray cluster does not answer, or is none of its queue"
     WAITS_BEHIND = "WAITS_BEHIND", None, "free accelerators are kept for a job before it"
     CLUSTER_TOO_SMALL = "CLUSTER_TOO_SMALL", None, "the whole cluster has too few accelerators"
