@@ -170,7 +170,7 @@ def kill_again_and_again(site: Site, job_id: str, count: int, draw: random.Rando
 def _wait_for_a_new_step(site: Site, job_id: str, reached: int, kill: Kill | None, killed_at: float) -> int:
     """Wait for a step behind `reached`, behind a kill one of a later attempt, and note in `kill` how long that took; returns
     the step."""
-    before = max(reached, site.client.job(job_id).progress.step)
+    before: int | None = None
     until = time.monotonic() + LIMIT_S
     while time.monotonic() < until:
         job = site.client.job(job_id)
@@ -178,7 +178,9 @@ def _wait_for_a_new_step(site: Site, job_id: str, reached: int, kill: Kill | Non
         if job.state.final:
             return step
         goes_on = kill is None or len(job.attempts) > kill.attempt
-        if goes_on and step > before:
+        if goes_on and before is None:  # the killed attempt reports no more
+            before = max(reached, step)
+        if goes_on and before is not None and step > before:
             if kill is not None and kill.seconds is None:
                 kill.seconds = time.monotonic() - killed_at
             return step

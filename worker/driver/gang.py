@@ -58,6 +58,8 @@ _PLACE_AGAIN_S = 1.0
 _NODE_ID_LABEL = "ray.io/node-id"
 KILL_GRACE_S = 3.0
 CAUSE_GRACE_S = 5.0
+LOSS_GRACE_S = 0.5
+"""Behind the loss of a worker, which explains what the others raise."""
 _SILENT_NAMED = 4
 """The workers that a message names."""
 _CRASH_REPORT_LIMIT_S = (
@@ -362,8 +364,8 @@ class Gang:
 
         Raises AttemptFailure: with the phase's timeout reason naming the workers that did not answer in time, NODE_LOST
         when a node is gone, WORKER_LOST when a worker died, or what a worker raised. After a first failure the others get
-        CAUSE_GRACE_S to report theirs, and the one that explains the rest is raised. Raises what interrupts the phase,
-        which is looked for about four times a second.
+        CAUSE_GRACE_S to report theirs, LOSS_GRACE_S behind a lost worker, and the one that explains the rest is raised.
+        Raises what interrupts the phase, which is looked for about four times a second.
         """
         limit_s = phase.limit_s(self._limits, self._planned_step_s) + extra_s
         return self._results(refs, phase, what, limit_s)
@@ -379,10 +381,12 @@ class Gang:
                 try:
                     results[ref] = ray.get(ref)
                 except Exception as error:
-                    if not failures:
-                        deadline = time.monotonic() + CAUSE_GRACE_S
                     index = self._index(error, refs.index(ref))
-                    failures.append((index, call_failure(error, self._located_name(index), what)))
+                    failure = call_failure(error, self._located_name(index), what)
+                    lost = failure.reason is Reason.WORKER_LOST
+                    until = time.monotonic() + (LOSS_GRACE_S if lost else CAUSE_GRACE_S)
+                    deadline = min(deadline, until) if failures else until
+                    failures.append((index, failure))
             self._drains.poll()  # also where all have answered at once: steps may be short
             if waiting:
                 self.raise_if_interrupted(phase)

@@ -46,7 +46,7 @@ _RELEASE_PATIENCE_S = 10.0
 
 @dataclass(frozen=True)
 class Backoff:
-    """The pause before the next attempt, in seconds: twice as long before each later one.
+    """The pause before the next attempt, in seconds: twice as long before each later one, none behind a lost process.
 
     The first lets Ray notice a lost node; the longest keeps a job that fails at once from filling the log.
     """

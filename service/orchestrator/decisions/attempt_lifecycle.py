@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -220,6 +221,11 @@ class RayJob:
     exit_code: int | None = None
     ended_seen_at: float | None = None
 
+    @property
+    def was_killed(self) -> bool:
+        """True where a signal that no process can handle ended it: what it had to report has come, or never comes."""
+        return self.exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL)
+
     def __str__(self) -> str:
         """The state and the first line of what Ray says of it."""
         said = (self.message or "").strip().split("\n", 1)[0]
@@ -262,7 +268,7 @@ class WatchLimits:
     end_grace_s: float = 60.0
     """Time for a driver to save a checkpoint after a graceful stop was requested."""
     report_grace_s: float = 3.0
-    """Time for the last report of a driver whose end Ray saw first."""
+    """Time for the last report of a driver whose end Ray saw first, and that was not killed."""
     stop_limit_s: float = 10.0
     """Time for Ray to end a driver that it was asked to stop: it kills one 3 s after it told it to end. Behind it the
     attempt ends without Ray's word; a driver that lives on is fenced off, and what it holds counts as held by others."""
@@ -323,7 +329,8 @@ def decide_attempt(
     problem = _liveness_problem(attempt, watching_since=watching_since, now=now, limits=limits)
     if attempt.ray is not None and attempt.ray.state.ended:
         ended_at = attempt.ray.ended_seen_at
-        if ended_at is None or now - ended_at < limits.report_grace_s:
+        grace_s = 0.0 if attempt.ray.was_killed else limits.report_grace_s
+        if ended_at is None or now - ended_at < grace_s:
             return DoNothing()
         if cancelled:
             return _cancelled_end()
@@ -448,6 +455,8 @@ class FailedAttempt:
 
 
 _NUMBERS = re.compile(r"0x[0-9a-f]+|[0-9]+")
+_RETRIED_AT_ONCE = (Reason.WORKER_LOST, Reason.DRIVER_LOST)
+"""Where a process alone was lost, Ray has nothing to find out first: the first retry is without a pause."""
 _WITHIN_THE_ATTEMPT = (Reason.INTERNAL, Reason.CHECKPOINT_FAILED)
 """Failures of the infrastructure that come of what an attempt does, not of what happens to it."""
 
@@ -463,8 +472,8 @@ def after_failure(
     """The retry, or the end, of a job whose attempt failed.
 
     `before` are the earlier failed attempts that still count, in their order. Each cause has its own allowance (-1: no
-    limit); the pause doubles with every failure of the same cause, up to `backoff_limit_s`. An illegal address is the
-    accelerator's once, and then the job's own. What failed within the attempt, in the same words at the same step as the
+    limit); the pause doubles with every failure of the same cause, up to `backoff_limit_s`, and a lost process has none
+    before its first retry. An illegal address is the accelerator's once, and then the job's own. What failed within the attempt, in the same words at the same step as the
     last one, would fail again, and is not tried again unless there is no limit.
     """
     reason, message = failure.reason, failure.message
@@ -485,6 +494,8 @@ def after_failure(
             f"{message} (the attempt before failed in the same way {where}, and another would: `slotline retry` goes on "
             "when the cause is gone)"
         )
-    pause_s = min(backoff_limit_s, backoff_s * 2 ** min(earlier, 30))
+    at_once = earlier == 0 and reason in _RETRIED_AT_ONCE
+    pause_s = 0.0 if at_once else min(backoff_limit_s, backoff_s * 2 ** min(earlier, 30))
     of = "" if limit == -1 else f" of {limit}"
-    return TryAgain(pause_s, f"{message}; {cause} retry {earlier + 1}{of} in {pause_s:g} s")
+    when = "at once" if at_once else f"in {pause_s:g} s"
+    return TryAgain(pause_s, f"{message}; {cause} retry {earlier + 1}{of} {when}")

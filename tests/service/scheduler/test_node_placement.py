@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections import Counter
 
 import pytest
@@ -112,6 +113,26 @@ def test_small_clusters_get_the_placement_that_brute_force_finds(nodes, meshes, 
         groups = [mesh[begin : begin + shape.tensor] for begin in range(0, shape.workers, shape.tensor)]
         assert all(len(set(group)) == 1 for group in groups), "a tensor-parallel group is on one node"
     assert place(nodes, meshes, bytes_between) == found
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 10**6).map(random.Random))
+def test_no_two_meshes_beyond_exhaustive_search_would_rather_have_each_others_nodes(draw):
+    nodes = [Node(f"n{i}", 2, 2, rack=f"r{i // 2}", zone=f"z{i // 6}") for i in range(12)]
+    node_of = {node.name: node for node in nodes}
+    meshes = [MeshShape(2)] * 12
+    bytes_between = {
+        pair: draw.uniform(0, 10) for pair in itertools.combinations(range(12), 2) if draw.random() < 0.4
+    }
+
+    def cost(placed):
+        return score(nodes, placed, bytes_between, lambda a, b: distance(node_of[a], node_of[b]))[2]
+
+    placed = list(place(nodes, meshes, bytes_between).nodes)
+    for first, second in itertools.combinations(range(12), 2):
+        other = list(placed)
+        other[first], other[second] = placed[second], placed[first]
+        assert cost(other) >= cost(placed) * (1 - 1e-9)
 
 
 @settings(deadline=None, max_examples=30)

@@ -211,7 +211,7 @@ async def test_a_failed_attempt_is_followed_after_a_pause_that_grows(make_api: A
         set_backoff(api.service, Backoff(30.0, 45.0))
         job_id = await api.started()
         for number, pause in ((1, 30), (2, 45), (3, 45)):
-            failed = {"state": "FAILED", "reason": "WORKER_LOST", "message": "gone"}
+            failed = {"state": "FAILED", "reason": "NODE_LOST", "message": "gone"}
             await api.report(job_id, 1, number=number, **failed)
             async with api.service.database.write() as session:
                 job = await lock_job(session, job_id)

@@ -205,9 +205,7 @@ async def test_a_job_that_recovers_keeps_its_place_in_the_line_and_waits_its_pau
     attempt = await one.attempt()
     async with one.database.write() as session:
         (await lock_job(session, one.job_id)).queued_at = LATER
-    await one.report(
-        attempt, 1, at=LATER, state=AttemptState.FAILED, reason=Reason.WORKER_LOST, message="gone"
-    )
+    await one.report(attempt, 1, at=LATER, state=AttemptState.FAILED, reason=Reason.NODE_LOST, message="gone")
     job = await one.job()
     assert (job.state, job.queued_at, job.not_before) == ("RECOVERING", AT, LATER + timedelta(seconds=3))
 

@@ -257,11 +257,21 @@ def test_a_driver_that_reports_is_left_alone():
 
 
 def test_a_driver_that_ended_without_a_final_report_is_lost_after_a_moment():
-    ended = replace(RUNNING, ray=RayJob(RayState.FAILED, "killed", 137, ended_seen_at=30.0))
+    ended = replace(RUNNING, ray=RayJob(RayState.FAILED, "killed", 1, ended_seen_at=30.0))
     assert look(ended, 32.9) == DoNothing()
     answer = look(ended, 33)
     assert (answer.state, answer.reason) == (AttemptState.FAILED, "DRIVER_LOST")
-    assert "exit code 137" in answer.message and "killed" in answer.message
+    assert "exit code 1" in answer.message and "killed" in answer.message
+
+
+@pytest.mark.parametrize("code", [137, -9])
+def test_a_driver_that_was_killed_is_lost_as_soon_as_ray_says_so(code: int):
+    """No report of it is to come."""
+    answer = look(replace(RUNNING, ray=RayJob(RayState.FAILED, None, code, ended_seen_at=30.0)), 30)
+    assert (answer.state, answer.reason) == (AttemptState.FAILED, "DRIVER_LOST")
+    for other in (0, 1, 143, None):  # it may have handled what ended it
+        ended = replace(RUNNING, ray=RayJob(RayState.FAILED, None, other, ended_seen_at=30.0))
+        assert look(ended, 30) == DoNothing()
 
 
 def test_code_that_cannot_be_installed_is_told_in_the_installers_words():
@@ -444,8 +454,16 @@ def test_a_code_of_a_newer_driver_counts_as_infrastructure(monkeypatch):
 
 
 def test_the_pause_doubles_up_to_its_limit():
-    pauses = [after("WORKER_LOST", ["DRIVER_LOST"] * n, infrastructure=-1).after_s for n in range(5)]
+    pauses = [after("NODE_LOST", ["DRIVER_LOST"] * n, infrastructure=-1).after_s for n in range(5)]
     assert pauses == [2, 4, 8, 10, 10]
+
+
+@pytest.mark.parametrize("reason", ["WORKER_LOST", "DRIVER_LOST"])
+def test_the_first_retry_behind_a_lost_process_has_no_pause(reason: str):
+    pauses = [after(reason, ["NODE_LOST"] * n, infrastructure=-1).after_s for n in range(5)]
+    assert pauses == [0, 4, 8, 10, 10]
+    assert after(reason, ["USER_CODE_RAISED"]).after_s == 0, "each cause has pauses of its own"
+    assert after("SLOT_STALLED").after_s == 2
 
 
 def test_the_last_word_says_what_failed_and_which_limit_was_reached():
@@ -458,5 +476,5 @@ def test_the_last_word_says_what_failed_and_which_limit_was_reached():
 def test_a_retry_says_which_it_is_of_how_many_and_after_what_pause():
     answer = after("WORKER_LOST", ["WORKER_LOST"])
     assert answer.message == "why; infrastructure retry 2 of 3 in 4 s"
-    assert after("WORKER_LOST", infrastructure=-1).message == "why; infrastructure retry 1 in 2 s"
+    assert after("WORKER_LOST", infrastructure=-1).message == "why; infrastructure retry 1 at once"
     assert after("NAN_LOSS", user=1).message == "why; user retry 1 of 1 in 2 s"

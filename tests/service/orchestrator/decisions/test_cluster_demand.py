@@ -115,6 +115,8 @@ def test_behind_a_project_without_quota_left_others_of_its_queue_ask_for_theirs(
     assert jobs(demand(turns, holders, quotas={ProjectQueue("nlp", "small"): 5})) == ["c"]
     assert jobs(demand(turns, holders, quotas={ProjectQueue("nlp", "small"): 5, "small": 5})) == []
     assert jobs(demand(turns, holders, quotas={ProjectQueue("nlp", "small"): 3})) == ["b", "c"], "never a"
+    both_short = [turns[0], waiting("d", 1, queue="small")]
+    assert jobs(demand(both_short, holders, quotas={ProjectQueue("nlp", "small"): 5, "small": 5})) == ["d"]
 
 
 def test_what_a_queue_holds_on_another_cluster_counts_for_its_quota_alone():
