@@ -473,8 +473,9 @@ def after_failure(
 
     `before` are the earlier failed attempts that still count, in their order. Each cause has its own allowance (-1: no
     limit); the pause doubles with every failure of the same cause, up to `backoff_limit_s`, and a lost process has none
-    before its first retry. An illegal address is the accelerator's once, and then the job's own. What failed within the attempt, in the same words at the same step as the
-    last one, would fail again, and is not tried again unless there is no limit.
+    before its first retry. An illegal address is the accelerator's once, and then the job's own. What failed within the
+    attempt, in the same words at the same step as the last one, would fail again, and is not tried again unless there is
+    no limit.
     """
     reason, message = failure.reason, failure.message
     repeated = reason == Reason.ILLEGAL_ADDRESS and any(other.reason == reason for other in before)

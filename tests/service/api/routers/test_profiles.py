@@ -12,9 +12,7 @@ from service.store.database import utc_now
 from service.store.tables import ProfileRow
 from tests.service.api.conftest import Api, ApiMaker
 from tests.service.api.routers.test_jobs import problem
-from worker.benchmark.links import Link, Probe, ProbeResult
 from worker.contract.costs import LINK_CACHE_S
-from worker.driver.benchmarks import link_cache_entry
 
 KEY = {"key": "ab" * 32}
 LINKS = {"key": f"links of cpu {'cd' * 32}"}
@@ -51,6 +49,9 @@ async def test_what_links_cost_is_shared_by_all_and_nothing_else_is_that_looks_s
 
 async def test_a_job_is_placed_by_the_links_that_another_measured_of_late(api: Api):
     measured = await _started(api, model=OTHER_MODEL)
+    from worker.benchmark.links import Link, Probe, ProbeResult
+    from worker.driver.benchmarks import link_cache_entry
+
     pair = Probe("m0/0", ("m1/0",))
 
     async def know(first: int, second: int, bytes_per_s: float) -> None:
