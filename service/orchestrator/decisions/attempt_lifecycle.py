@@ -495,8 +495,9 @@ def after_failure(
             f"{message} (the attempt before failed in the same way {where}, and another would: `slotline retry` goes on "
             "when the cause is gone)"
         )
-    at_once = earlier == 0 and reason in _RETRIED_AT_ONCE
-    pause_s = 0.0 if at_once else min(backoff_limit_s, backoff_s * 2 ** min(earlier, 30))
     of = "" if limit == -1 else f" of {limit}"
-    when = "at once" if at_once else f"in {pause_s:g} s"
-    return TryAgain(pause_s, f"{message}; {cause} retry {earlier + 1}{of} {when}")
+    which = f"{cause} retry {earlier + 1}{of}"
+    if earlier == 0 and reason in _RETRIED_AT_ONCE:
+        return TryAgain(0.0, f"{message}; {which} at once")
+    pause_s = min(backoff_limit_s, backoff_s * 2 ** min(earlier, 30))
+    return TryAgain(pause_s, f"{message}; {which} in {pause_s:g} s")
