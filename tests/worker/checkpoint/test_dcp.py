@@ -302,3 +302,16 @@ def test_a_reader_says_what_is_no_checkpoint(tmp_path):
         dcp.load({"model": {}}, storage_reader=SlotlineReader(str(tmp_path)), no_dist=True)
     with pytest.raises(checkpoint_format.CheckpointError):
         export_safetensors(str(tmp_path), str(tmp_path / "x"))
+
+
+def test_a_job_starts_from_a_checkpoint_of_another_as_from_any_folder_of_dcp(tmp_path):
+    spec = test_actor.job()
+    with Workers(spec) as run:
+        run.losses(range(1, 2))
+        uri = saved(run, str(tmp_path / "c"), 1)
+    state, _ = checkpoint_format.load_checkpoint(uri)
+    spec["model"]["weights"] = uri
+    with Workers(spec) as run:
+        for worker in run.workers:
+            for name, parameter in worker.engine.state()["parameters"].items():
+                assert torch.equal(parameter, state["parameters"][name]), name
