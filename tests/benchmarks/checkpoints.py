@@ -110,7 +110,7 @@ def measure(spec: dict, rounds: int, folder: str) -> tuple[float, int, dict[bool
             seconds = saver.seconds
             slowdown = statistics.mean(meanwhile) / usual
             found[bool(turn % 2)].append(Cost(seconds["block"], delay_s, seconds["write"], slowdown))
-        size = sum(path.stat().st_size for path in sorted(Path(folder).glob("job/*"))[-1].glob("*.pt"))
+        size = sum(path.stat().st_size for path in sorted(Path(folder).glob("job/*"))[-1].glob("*.distcp"))
     return statistics.median(quiet), size, found
 
 

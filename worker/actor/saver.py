@@ -29,6 +29,7 @@ from worker.actor.optimizer import (
     optimizer_state_keys,
 )
 from worker.checkpoint import format as checkpoint_format
+from worker.checkpoint.chunked import HeldParts
 from worker.checkpoint.resumption import ResumedWorker, Takeover, mismatch_text
 from worker.contract.checkpoint_files import CheckpointError
 from worker.contract.failures import AttemptFailure, as_failure, attributed_to
@@ -167,7 +168,8 @@ class ShardWriteResult:
 class ShardSaver:
     """Writes the shard `mesh` of `state(step)`, and `constant_shards`, which never change.
 
-    With tensor parallelism it is that of one `rank` of `ranks`, and of the tensors in `slices` the state has only these.
+    It is that of one `rank` of the `ranks` of the mesh that write, and of the tensors in `held` the state has only these
+    parts.
     `report_copied_bytes` is called with the bytes that copies take, whenever that may have changed.
     """
 
@@ -177,13 +179,13 @@ class ShardSaver:
         state: Callable[[int], ShardState],
         constant_shards: Mapping[str, ShardState],
         *,
-        slices: Mapping[str, ShardSpec] | None = None,
+        held: HeldParts | None = None,
         rank: int = 0,
         ranks: int = 1,
         device: str = "cpu",
         report_copied_bytes: Callable[[int], None] = lambda copied_bytes: None,
     ):
-        self._slices, self._shard = slices or {}, checkpoint_format.rank_shard(mesh, rank)
+        self._held, self._shard = held, checkpoint_format.rank_shard(mesh, rank)
         self._beside = [checkpoint_format.rank_shard(mesh, other) for other in range(1, ranks) if rank == 0]
         self._mesh, self._state, self._constant_shards = mesh, state, constant_shards
         self._report_copied_bytes = report_copied_bytes
@@ -221,7 +223,7 @@ class ShardSaver:
 
     def _write(self, uri: str, step: int, state: ShardState) -> None:
         checkpoint_format.save_shard(
-            uri, step=step, shard=self._shard, state=state, slices=self._slices, beside=self._beside
+            uri, step=step, shard=self._shard, state=state, held=self._held, beside=self._beside
         )
         for shard, constant in self._constant_shards.items():
             checkpoint_format.save_shard(uri, step=step, shard=shard, state=constant)
@@ -265,8 +267,8 @@ class WorkerCheckpoints:
     """Saves and restores the state of one loaded worker.
 
     Of a mesh the first worker writes, and of tensor-parallel ranks each its slices: the first rank all that is whole
-    besides. The other workers hold the same state, or give it their parts. `report_copied_bytes` is called with the bytes
-    that host snapshots take.
+    besides. Of the other workers, which hold the same parameters, each writes its partition of the optimizer's state where
+    the mesh shards that. `report_copied_bytes` is called with the bytes that host snapshots take.
     """
 
     def __init__(
@@ -285,19 +287,19 @@ class WorkerCheckpoints:
         self._engine, self._reader = engine, reader
         self._specs = {spec.name: spec for spec in saved.tensors}
         self._shapes = {spec.name: spec.whole_shape(tensor.shape) for spec, tensor in saved.tensors.items()}
-        self._slices = {name: spec for name, spec in self._specs.items() if spec.dim is not None}
+        slices = {name: spec for name, spec in self._specs.items() if spec.dim is not None}
+        self._held = HeldParts(slices, engine.partitions)
         self._worker = worker
         self._unused_state = saved.unused if worker == 0 else {}
         self._resumed: dict[str, ResumedWorker] = {}  # by the checkpoint's URI
-        ranks = job.tp_size(mesh)
+        self._tensor_ranks = job.tp_size(mesh)
+        ranks = job.mesh_sizes[int(mesh[1:])] if mesh in job.sharded else self._tensor_ranks
         self._writes = worker < ranks
-        # ZeRO-1 ranks hold parts of the state, which the first of each dp group puts together.
-        self._contributes = not self._writes and mesh in job.sharded
         self._saver = ShardSaver(
             mesh,
             lambda step: {**self._own_state(), **(reader.state(step) if worker == 0 else {})},
             self._unused_state,
-            slices=self._slices,
+            held=self._held,
             rank=worker,
             ranks=ranks,
             device=device,
@@ -305,19 +307,24 @@ class WorkerCheckpoints:
         )
 
     def _own_state(self) -> ShardState:
-        """The state that this worker writes of its engine: the first all of it, another tensor-parallel rank its slices."""
+        """The state that this worker writes of its engine: the first all of it, another tensor-parallel rank its slices, a
+        worker of another data-parallel rank its optimizer state alone."""
         state = self._engine.state()
         if self._worker == 0:
             return state
+        parts = (
+            ("parameters", "buffers", "optimizer") if self._worker < self._tensor_ranks else ("optimizer",)
+        )
+        every = self._worker % self._tensor_ranks == 0
         return {
-            part: {name: entry for name, entry in state[part].items() if name in self._slices}
-            for part in ("parameters", "buffers", "optimizer")
+            part: {name: entry for name, entry in state[part].items() if every or name in self._held.slices}
+            for part in parts
         }
 
     @reading_checkpoint()
     def restore(self, uri: str) -> int:
         """Load this worker's part of a checkpoint; the number of the step after which it was taken."""
-        loaded = checkpoint_format.load_slices(uri, self._specs)
+        loaded = checkpoint_format.load_parts(uri, self._specs.keys(), self._held)
         if message := _mismatch(loaded.shapes, self._shapes):
             raise CheckpointError(f"{uri} is of another model: {message}")
         state, step = loaded.state, loaded.step
@@ -333,7 +340,7 @@ class WorkerCheckpoints:
         Raises AttemptFailure RESUME_REFUSED where the checkpoint does not fit this worker's parameters and buffers, or the
         job's schedule cannot reach its step.
         """
-        loaded = checkpoint_format.load_slices(uri, self._specs)
+        loaded = checkpoint_format.load_parts(uri, self._specs.keys(), self._held)
         state, step = loaded.state, loaded.step
         if uri not in self._resumed:  # else it is asked for again with other data: schedules have moved on
             if message := _mismatch(loaded.shapes, self._shapes):
@@ -424,15 +431,19 @@ class WorkerCheckpoints:
 
     def snapshot_memory(self, sharing: int) -> SnapshotMemory:
         """The memory of a host snapshot on this worker, one of `sharing` on its node; none where it writes nothing."""
-        self._contribute()
         if not self._writes:
             return SnapshotMemory(0, None)
         make = functools.partial(make_optimizer, self._job.optimizer)
         state, optimizer = self._own_state(), measure_optimizer_state(make, self._device)
-        parameters = [self._copy_bytes(tensor) for tensor in state["parameters"].values()]
-        size = sum(parameters) + sum(self._copy_bytes(tensor) for tensor in state["buffers"].values())
-        size += math.ceil(sum(parameters) * optimizer.bytes_per_parameter_byte)
-        size += len(parameters) * optimizer.bytes_per_tensor
+        tensors = [*state.get("parameters", {}).values(), *state.get("buffers", {}).values()]
+        updated = [
+            tensor
+            for name, tensor in self._engine.updated.items()
+            if self._worker % self._tensor_ranks == 0 or name in self._held.slices
+        ]
+        size = sum(self._copy_bytes(tensor) for tensor in tensors)
+        size += math.ceil(sum(map(self._copy_bytes, updated)) * optimizer.bytes_per_parameter_byte)
+        size += len(updated) * optimizer.bytes_per_tensor
         return SnapshotMemory(size, memory_limit("cpu", sharing) if self._device == "cuda" else None)
 
     def _copy_bytes(self, tensor: torch.Tensor) -> int:
@@ -441,26 +452,18 @@ class WorkerCheckpoints:
 
     @attributed_to(Reason.CHECKPOINT_FAILED)
     def save(self, uri: str, step: int) -> list[str]:
-        """Write this worker's shard now; the names of other shards that were written. All workers call this at the same
-        time."""
-        self._contribute()
+        """Write this worker's shard now; the names of other shards that were written."""
         return self._saver.save(uri, step) if self._writes else []
 
     @attributed_to(Reason.CHECKPOINT_FAILED)
     def begin_save(self, uri: str, step: int) -> None:
         """Copy the state of this worker's shard, and write the copy in a thread; see `saved`."""
-        self._contribute()
         if self._writes:
             self._saver.begin(uri, step)
 
     def saved(self) -> ShardWriteResult | None:
         """The result of the write that `begin_save` began; None while it is running. Never waits."""
         return self._saver.saved() if self._writes else ShardWriteResult()
-
-    def _contribute(self) -> None:
-        """Ask for the state when those do that write, which gather it."""
-        if self._contributes:
-            self._engine.state()
 
 
 def _mismatch(saved: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]) -> str | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -31,20 +31,10 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from worker.checkpoint import format as checkpoint_format
+from worker.checkpoint.dcp_metadata import GROUPS, MODEL, OPTIMIZER, STATE, merge_groups
 from worker.checkpoint.record import RECORD_SHARD, record_from_state
 from worker.contract.profile import ModelError
 from worker.contract.tasks import DCP_METADATA
-from worker.engine.optim.state_dict import (
-    GROUP_NUMBER_KEY,
-    PARAMS_KEY,
-    settings_of,
-    without_implementation_flags,
-)
-
-MODEL, OPTIMIZER = "model", "optimizer"
-_STATE, _GROUPS = "state", "param_groups"
-# How an optimizer that nobody asked for another implementation has these settings.
-_PORTABLE_DEFAULTS = {"fused": None, "foreach": None, "capturable": False, "differentiable": False}
 
 
 def load_dcp_state_dict(uri: str) -> tuple[dict[str, Any], int]:
@@ -53,10 +43,10 @@ def load_dcp_state_dict(uri: str) -> tuple[dict[str, Any], int]:
     Raises CheckpointError as `checkpoint.load` does.
     """
     state, step = checkpoint_format.load_checkpoint(uri)
-    groups = _merge_groups(state.get("optimizer_groups") or [])
+    groups = merge_groups(state.get("optimizer_groups") or [])
     return {
         MODEL: _model_state_dict(uri, {**state.get("parameters", {}), **state.get("buffers", {})}),
-        OPTIMIZER: {_STATE: state.get("optimizer") or {}, _GROUPS: groups},
+        OPTIMIZER: {STATE: state.get("optimizer") or {}, GROUPS: groups},
     }, step
 
 
@@ -124,6 +114,10 @@ class SlotlineReader(StorageReader):
 
 def write_dcp(uri: str, folder: str) -> tuple[int, int]:
     """Write a Slotline checkpoint into a folder of this machine in DCP's format; its step and number of tensors."""
+    if checkpoint_format.copy_dcp_files(uri, folder):
+        described = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata.values()
+        step = checkpoint_format.describe_checkpoint(uri).step
+        return step, sum(isinstance(one, TensorStorageMetadata) for one in described)
     state, step = load_dcp_state_dict(uri)
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
     return step, sum(isinstance(value, Tensor) for value in _flatten(state).values())
@@ -135,37 +129,8 @@ def _model_state_dict(uri: str, tensors: Mapping[str, Tensor]) -> dict[str, Tens
         return dict(tensors)
     return {
         entry.name: tensors[entry.tensor]
-        for entry in record_from_state(checkpoint_format.load_shard(uri, RECORD_SHARD)).entries
+        for entry in record_from_state(checkpoint_format.load_shard_values(uri, RECORD_SHARD)).entries
     }
-
-
-def _merge_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The groups of the plain optimizer: those of all meshes with the same settings are one."""
-    merged: list[tuple[Mapping[str, Any], list[str]]] = []
-    for group in sorted(groups, key=lambda one: one.get(GROUP_NUMBER_KEY) or 0):
-        settings = settings_of(group)
-        names = next((names for other, names in merged if _same_settings(other, settings)), None)
-        if names is None:
-            merged.append((settings, names := []))
-        names += [name for name in group[PARAMS_KEY] if name not in names]  # a tied one is on several meshes
-    return [{**_portable_settings(settings), "params": names} for settings, names in merged]
-
-
-def _portable_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as an optimizer has them that was made on any device, without our numbers."""
-    (kept,) = without_implementation_flags([settings])
-    left = {key: value for key, value in _PORTABLE_DEFAULTS.items() if key in settings}
-    return {**{key: value for key, value in kept.items() if key != GROUP_NUMBER_KEY}, **left}
-
-
-def _same_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(_equal_values(value, other[key]) for key, value in one.items())
-
-
-def _equal_values(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
-    return one == other
 
 
 def _flatten(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,13 +138,13 @@ def _flatten(state: Mapping[str, Any]) -> dict[str, Any]:
     the names of `flatten_optimizer_state_dict` too."""
     flat: dict[str, Any] = {f"{MODEL}.{name}": tensor for name, tensor in state[MODEL].items()}
     optimizer = state[OPTIMIZER]
-    for name, entry in optimizer[_STATE].items():
-        flat |= {f"{OPTIMIZER}.{_STATE}.{name}.{key}": value for key, value in entry.items()}
-    for number, group in enumerate(optimizer[_GROUPS]):
+    for name, entry in optimizer[STATE].items():
+        flat |= {f"{OPTIMIZER}.{STATE}.{name}.{key}": value for key, value in entry.items()}
+    for number, group in enumerate(optimizer[GROUPS]):
         for key, value in group.items():
-            flat[f"{OPTIMIZER}.{_GROUPS}.{number}.{key}"] = value
+            flat[f"{OPTIMIZER}.{GROUPS}.{number}.{key}"] = value
             if key != "params":
-                flat |= {f"{OPTIMIZER}.{_GROUPS}.{name}.{key}": value for name in group["params"]}
+                flat |= {f"{OPTIMIZER}.{GROUPS}.{name}.{key}": value for name in group["params"]}
     return flat
 
 

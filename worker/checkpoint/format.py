@@ -1,61 +1,73 @@
-"""Writes and reads Slotline checkpoints: a shard for each mesh and tensor-parallel rank, and a manifest.
+"""Writes and reads Slotline checkpoints, which torch.distributed.checkpoint (DCP) reads too.
 
-A checkpoint is a folder at any fsspec URI. Every file appears whole or not at all, the manifest last: without a
-manifest a folder is no checkpoint. As tensors have the model's own names, any number of stages can resume from it.
-Of a tensor that a mesh splits each rank's shard has its slice; the manifest says which, and a reader in any layout
-takes from each shard what it has in common with its own slice: neither side ever holds the whole tensor.
-Contents are checked by SHA-256, and loaded with weights_only. Older formats stay readable. Knows no stages.
+A checkpoint is a folder at any fsspec URI. Each worker that has some of the state writes a shard: a file of blobs with its
+own chunks of tensors. What a mesh splits is in several shards: neither who writes nor who reads holds a whole tensor of
+theirs. As tensors have the model's own names, any layout can resume from it. The index of all chunks, DCP's metadata and
+the manifest are written when all shards are there, each file whole or not at all, the manifest last: without it a folder is
+no checkpoint. Contents are checked by SHA-256, and loaded with weights_only. Older formats stay readable. Knows no stages.
 """
 
 from __future__ import annotations
 
-import errno
-import hashlib
-import io
 import json
 import logging
+import math
 import os
-import pickle
+import shutil
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import fsspec
-import torch
 from fsspec import AbstractFileSystem
-from fsspec.implementations.local import LocalFileSystem
 
+from worker.checkpoint.blobs import PARTIAL_SUFFIX, Blob, BlobWriter, write_atomically
+from worker.checkpoint.chunked import (
+    PARTS_BY_NAME,
+    HeldParts,
+    TensorIndex,
+    Wanted,
+    add_state,
+    merge_entries,
+    read_entries,
+    read_rest,
+)
+from worker.checkpoint.whole_shards import read_other_values, read_whole_shards
 from worker.contract.checkpoint_files import (
     CHECKPOINT_FORMAT,
     MANIFEST,
-    SLICED_FORMAT,
+    TENSOR_INDEX,
     CheckpointError,
     DamagedCheckpointError,
     SaveSeconds,
-    check_sha256,
+    check_content,
     check_size,
     complete_checkpoints,
+    file_content,
+    file_sizes,
     inspect_checkpoints,
     read_manifest,
     shard_path,
     step_folders,
     step_uri,
 )
-from worker.parallel.shard_spec import ShardSpec, copy_common
+from worker.contract.tasks import DCP_METADATA
 
 __all__ = [
     "CheckpointError",
     "DamagedCheckpointError",
+    "HeldParts",
     "check_writable",
     "complete_checkpoints",
+    "copy_dcp_files",
     "finish_checkpoint",
     "inspect_checkpoints",
     "is_whole_checkpoint",
     "load_checkpoint",
-    "load_shard",
-    "load_slices",
+    "load_parts",
+    "load_shard_values",
     "rank_shard",
     "save_shard",
     "shard_names",
@@ -64,16 +76,13 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-# Parts of a state that are keyed by original name; a list of optimizer groups, each with the names of its
-# parameters; the others are the same on every mesh.
-_PARTS_BY_NAME = ("parameters", "buffers", "optimizer")
 _OPTIMIZER_GROUPS = "optimizer_groups"
-_PARTIAL_SUFFIX = ".partial"
+_COPY_BYTES = 1 << 20
 
 
-def rank_shard(mesh: str, rank: int) -> str:
-    """The name of the shard of one tensor-parallel rank of a mesh; the first rank's has the mesh's own name."""
-    return mesh if rank == 0 else f"{mesh}.tp{rank}"
+def rank_shard(mesh: str, worker: int) -> str:
+    """The name of the shard of one worker of a mesh; the first worker's has the mesh's own name."""
+    return mesh if worker == 0 else f"{mesh}.rank{worker}"
 
 
 def save_shard(
@@ -82,27 +91,31 @@ def save_shard(
     step: int,
     shard: str,
     state: Mapping[str, Any],
-    slices: Mapping[str, ShardSpec] | None = None,
+    held: HeldParts | None = None,
     beside: Sequence[str] = (),
 ) -> None:
-    """Write one mesh's part: `state` has parameters, buffers and optimizer by original name.
+    """Write one worker's part: `state` has parameters, buffers and optimizer by original name, of the tensors in `held` only
+    these parts. The shards of the mesh's other workers are `beside` that of its first.
 
-    Of the tensors in `slices` it has only these; the shards of the mesh's other ranks are `beside` that of its first.
     A checkpoint that was complete at `uri` stops being one until `finish` is called again.
     """
     files, folder = fsspec.core.url_to_fs(uri)
     files.makedirs(folder, exist_ok=True)
-    with suppress(FileNotFoundError):
-        files.rm_file(f"{folder}/{MANIFEST}")
-    content = {"step": step, "shard": shard, "state": _without_shared_memory(dict(state))}
-    sha256 = _write_atomically(files, shard_path(folder, shard), lambda file: torch.save(content, file))
-    names = sorted({name for part in _PARTS_BY_NAME for name in state.get(part) or ()})
-    description: dict[str, Any] = {"names": names, "sha256": sha256, "beside": list(beside)}
-    description["slices"] = {
-        name: [spec.dim, list(spec.parts), spec.worker, spec.workers] for name, spec in (slices or {}).items()
-    }
+    for name in (MANIFEST, DCP_METADATA):
+        with suppress(FileNotFoundError):
+            files.rm_file(f"{folder}/{name}")
+    saved: list[TensorIndex] = []
+
+    def write(file: Any) -> None:
+        writer = BlobWriter(file)
+        entries, rest = add_state(shard, state, held or HeldParts(), writer.add)
+        saved.append(TensorIndex(entries, {shard: writer.blobs}, {} if rest is None else {shard: rest}))
+
+    write_atomically(files, shard_path(folder, shard), write, summed=False)
+    names = sorted({name for part in PARTS_BY_NAME for name in state.get(part) or ()})
+    description = {"step": step, "names": names, "beside": list(beside), "index": saved[0].to_json()}
     written = json.dumps(description).encode()
-    _write_atomically(files, _names_path(folder, shard), lambda file: file.write(written))
+    write_atomically(files, _description_path(folder, shard), lambda file: file.write(written))
 
 
 def finish_checkpoint(
@@ -120,46 +133,94 @@ def finish_checkpoint(
     job, those of the steps `keep_also`, and whole ones of every `keep_every`-th step. `notes` (JSON) come back from
     `checkpoint_notes`, `seconds` from `inspect_checkpoints`.
 
-    Raises CheckpointError when a shard is missing. Older ones that cannot be removed stay, with a warning.
+    Raises CheckpointError when a shard is missing or of another step, and when shards lack some of a tensor. Older ones that
+    cannot be removed stay, with a warning.
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}: keep at least 1 checkpoint")
     files, folder = fsspec.core.url_to_fs(uri)
-    descriptions, sizes = {}, {}
-    waiting = list(shards)
-    while waiting:
-        shard = waiting.pop(0)
-        try:
-            descriptions[shard] = json.loads(files.cat_file(_names_path(folder, shard)))
-            sizes[shard] = files.size(shard_path(folder, shard))
-        except FileNotFoundError:
-            raise CheckpointError(
-                f"checkpoint {uri} lacks the shard of mesh {shard!r}: save it before finish"
-            ) from None
-        waiting += descriptions[shard]["beside"]
+    saved = [_saved_shards(files, folder, uri, step, shard) for shard in shards]
+    index = _merged_index(uri, saved)
+    sizes = {shard: one.bytes for group in saved for shard, one in group.items()}
+    content = json.dumps(index.to_json()).encode()
+    sha256 = write_atomically(files, f"{folder}/{TENSOR_INDEX}", lambda file: file.write(content))
     manifest: dict[str, Any] = {
         "format": CHECKPOINT_FORMAT,
         "step": step,
         "shards": sizes,
+        "files": {TENSOR_INDEX: [len(content), sha256], **_write_dcp_metadata(files, folder, index)},
         "notes": dict(notes or {}),
-        "names": {shard: description["names"] for shard, description in descriptions.items()},
-        "sha256": {shard: description["sha256"] for shard, description in descriptions.items()},
+        "names": {shard: one.names for group in saved for shard, one in group.items()},
+        "beside": {shard: one.beside for group in saved for shard, one in group.items()},
     }
-    if any(description["slices"] for description in descriptions.values()):
-        manifest |= {
-            "format": SLICED_FORMAT,
-            "slices": {shard: description["slices"] for shard, description in descriptions.items()},
-            "beside": {shard: description["beside"] for shard, description in descriptions.items()},
-        }
     if seconds is not None:
         manifest["seconds"] = asdict(seconds)
     written = json.dumps(manifest, indent=1).encode()
-    _write_atomically(files, f"{folder}/{MANIFEST}", lambda file: file.write(written))
+    write_atomically(files, f"{folder}/{MANIFEST}", lambda file: file.write(written))
     try:
         _remove_partial_files(files, folder)
         _remove_older_checkpoints(files, folder, step, keep, keep_also, keep_every)
     except Exception as error:  # the new checkpoint is whole: that is what matters
         log.warning("old checkpoints beside %s could not be removed: %s", uri, error)
+
+
+@dataclass(frozen=True)
+class _SavedShard:
+    """A shard as its writer described it: its parameters and buffers, the shards beside it, its own index, its bytes."""
+
+    names: Sequence[str]
+    beside: Sequence[str]
+    index: TensorIndex
+    bytes: int
+
+
+def _saved_shards(
+    files: AbstractFileSystem, folder: str, uri: str, step: int, shard: str
+) -> dict[str, _SavedShard]:
+    """A mesh's shard, and those beside it."""
+    found: dict[str, _SavedShard] = {}
+    waiting = [shard]
+    while waiting:
+        shard = waiting.pop(0)
+        try:
+            description = json.loads(files.cat_file(_description_path(folder, shard)))
+            size = files.size(shard_path(folder, shard))
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"checkpoint {uri} lacks the shard of mesh {shard!r}: save it before finish"
+            ) from None
+        if description["step"] != step:
+            raise CheckpointError(
+                f"shard {shard!r} of {uri} is of step {description['step']}, the checkpoint of step {step}: save it again"
+            )
+        index = TensorIndex.from_json(description["index"])
+        found[shard] = _SavedShard(description["names"], description["beside"], index, size)
+        waiting += description["beside"]
+    return found
+
+
+def _merged_index(uri: str, saved: Sequence[Mapping[str, _SavedShard]]) -> TensorIndex:
+    try:
+        entries = merge_entries([[one.index.entries for one in group.values()] for group in saved])
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint {uri} is not whole: {error}") from None
+    blobs: dict[str, Sequence[Blob]] = {}
+    rest: dict[str, int] = {}
+    for group in saved:
+        for one in group.values():
+            blobs |= one.index.blobs
+            rest |= one.index.rest
+    return TensorIndex(entries, blobs, rest)
+
+
+def _write_dcp_metadata(
+    files: AbstractFileSystem, folder: str, index: TensorIndex
+) -> dict[str, tuple[int, str]]:
+    """Write what torch.distributed.checkpoint needs beside the shards; sizes and checksums of these files by name."""
+    from worker.checkpoint import dcp_metadata  # it loads much that workers do not need
+
+    rest = {shard: read_rest(files, folder, index, shard) for shard in index.rest}
+    return dcp_metadata.write_dcp_metadata(files, folder, index, rest)
 
 
 def checkpoint_notes(uri: str) -> dict[str, Any]:
@@ -191,7 +252,7 @@ def check_writable(uri: str) -> None:
         files, folder = fsspec.core.url_to_fs(uri)
         path = f"{folder.rstrip('/')}/.writable-{uuid.uuid4().hex}"
         files.makedirs(folder, exist_ok=True)
-        _write_atomically(files, path, lambda file: file.write(b""))
+        write_atomically(files, path, lambda file: file.write(b""))
         files.rm_file(path)
     except Exception as error:
         raise CheckpointError(
@@ -216,22 +277,23 @@ def is_whole_checkpoint(uri: str) -> bool:
     """True if a checkpoint of known format lies at `uri`, with all files in their sizes; contents are not read."""
     try:
         files, folder = fsspec.core.url_to_fs(uri)
-        for shard, size in read_manifest(files, folder, uri)["shards"].items():
-            check_size(files, shard_path(folder, shard), size)
+        for path, size in file_sizes(folder, read_manifest(files, folder, uri)).items():
+            check_size(files, path, size)
     except CheckpointError:
         return False
     return True
 
 
-def load_shard(uri: str, shard: str) -> dict[str, Any]:
-    """The state that was saved as this shard; CheckpointError as of `load`, and where there is none of that name."""
+def load_shard_values(uri: str, shard: str) -> dict[str, Any]:
+    """The values of a shard beside parameters, buffers and optimizer state; CheckpointError as of `load`, and where
+    there is none of that name."""
     files, folder = fsspec.core.url_to_fs(uri)
     manifest = read_manifest(files, folder, uri)
     if shard not in manifest["shards"]:
         raise CheckpointError(f"{uri} has no shard {shard!r}")
-    sha256 = manifest.get("sha256", {}).get(shard)
-    content = _read_shard(files, shard_path(folder, shard), manifest["shards"][shard], sha256)
-    return _clone_tensors(content["state"])
+    if manifest["format"] < CHECKPOINT_FORMAT:
+        return read_other_values(files, folder, manifest, shard)
+    return read_rest(files, folder, _read_index(files, folder, manifest), shard)
 
 
 def load_checkpoint(
@@ -239,17 +301,16 @@ def load_checkpoint(
 ) -> tuple[dict[str, Any], int]:
     """The state of all meshes in one, on the CPU, and the step after which it was taken.
 
-    With `names` only these parameters and buffers are kept, and only the shards that have some are read; with `parts`
-    only these parts of the state.
+    With `names` only these parameters and buffers are read, with `parts` only these parts of the state.
     Raises CheckpointError for a folder without a manifest, and DamagedCheckpointError for a missing shard, one that is
     not, bit for bit, what was saved, or shards of another step.
     """
-    loading = _Loading(uri, names, parts)
-    return loading.read(), loading.step
+    loaded = _load(uri, Wanted(names, parts))
+    return loaded.state, loaded.step
 
 
 @dataclass(frozen=True)
-class LoadedSlices:
+class LoadedParts:
     """One worker's part of a checkpoint, on the CPU: its `state`, the `step` after which it was taken, and the shapes of the
     whole parameters and buffers that the checkpoint has of those asked for."""
 
@@ -258,197 +319,70 @@ class LoadedSlices:
     shapes: Mapping[str, tuple[int, ...]]
 
 
-def load_slices(uri: str, specs: Mapping[str, ShardSpec]) -> LoadedSlices:
-    """Load one slice of each tensor in `specs`, copied from the shards that have some of it, however it was split when it
-    was saved; errors as of `load_checkpoint`. A tensor that cannot be split so is left out."""
-    loading = _Loading(uri, specs.keys(), None, specs)
-    return LoadedSlices(loading.read(), loading.step, loading.shapes)
+def load_parts(uri: str, names: Collection[str], held: HeldParts) -> LoadedParts:
+    """Load the tensors in `names`, of those in `held` these parts, from the chunks that have some of it, however they were
+    split when they were saved; errors as of `load_checkpoint`. A tensor that cannot be split so is left out."""
+    return _load(uri, Wanted(names, None, held))
 
 
-class _Loading:
-    """Reads a checkpoint shard by shard. `specs` are the slices that are wanted; of other tensors all is."""
-
-    def __init__(
-        self,
-        uri: str,
-        names: Collection[str] | None,
-        parts: Collection[str] | None,
-        specs: Mapping[str, ShardSpec] | None = None,
-    ):
-        self._uri, self._names, self._parts, self._specs = uri, names, parts, specs or {}
-        self._files, self._folder = fsspec.core.url_to_fs(uri)
-        self._manifest = read_manifest(self._files, self._folder, uri)
-        self.step: int = self._manifest["step"]
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self._state: dict[str, Any] = {}
-
-    def read(self) -> dict[str, Any]:
-        manifest = self._manifest
-        for shard, size in manifest["shards"].items():
-            # of all: it is whole for every worker or for none
-            check_size(self._files, shard_path(self._folder, shard), size)
-        for shard in self._needed_shards():
-            path, sha256 = shard_path(self._folder, shard), manifest.get("sha256", {}).get(shard)
-            content = _read_shard(self._files, path, manifest["shards"][shard], sha256)
-            if content["step"] != self.step:
-                raise DamagedCheckpointError(
-                    f"shard {shard!r} of {self._uri} is of step {content['step']}, the manifest of step {self.step}"
-                )
-            self._take(content["state"], self._slices_in(shard))
-        return self._state
-
-    def _take(self, saved: Mapping[str, Any], slices: Mapping[str, ShardSpec]) -> None:
-        """Take what is wanted of one shard's state."""
-        for part, value in saved.items():
-            if self._parts is not None and part not in self._parts:
-                continue
-            if part in _PARTS_BY_NAME:
-                taken = self._state.setdefault(part, {})
-                for name, entry in value.items():
-                    if self._names is None or name in self._names:
-                        self._take_entry(taken, part, name, entry, saved, slices.get(name, ShardSpec(name)))
-            elif part == _OPTIMIZER_GROUPS and self._manifest["format"] > 1:
-                self._state.setdefault(part, []).extend(value)
-            elif not self._state.get(part):  # a mesh without trained parameters has none
-                self._state[part] = value
-
-    def _take_entry(
-        self,
-        taken: dict[str, Any],
-        part: str,
-        name: str,
-        entry: Any,
-        saved: Mapping[str, Any],
-        source: ShardSpec,
-    ) -> None:
-        """Add what a shard has of one name to `taken`; `source` is its slice of the parameter or buffer."""
-        if part != "optimizer":
-            self.shapes[name] = source.whole_shape(entry.shape)
-            self._copy(taken, name, entry, source)
-            return
-        values = taken.setdefault(name, {})
-        parameter = saved.get("parameters", {}).get(name)
-        for key, value in entry.items():
-            if isinstance(value, torch.Tensor) and parameter is not None and value.shape == parameter.shape:
-                self._copy(values, key, value, source)
-            else:  # one for the whole parameter, as the number of its steps
-                values[key] = _clone_tensors(value)
-
-    def _copy(self, taken: dict[str, Any], key: str, saved: torch.Tensor, source: ShardSpec) -> None:
-        """Copy what the slice `saved` has in common with the wanted slice into `taken[key]`."""
-        target = self._specs.get(source.name, ShardSpec(source.name))
-        if source == target:
-            taken[key] = saved.clone()
-            return
-        shape = target.local_shape(source.whole_shape(saved.shape))
-        if shape is None:
-            return
-        if key not in taken:
-            taken[key] = torch.empty(shape, dtype=saved.dtype)
-        copy_common(source, saved, target, taken[key])
-
-    def _needed_shards(self) -> list[str]:
-        """The shards that hold some of what is wanted, with the first of their meshes and at least one for what is the same
-        in all. A checkpoint of an older version does not say what they hold."""
-        shards, held = list(self._manifest["shards"]), self._manifest.get("names")
-        if self._names is None or held is None:
-            return shards
-        needed = {shard for shard in shards if self._holds_some(held[shard], self._slices_in(shard))}
-        beside = self._manifest.get("beside", {})
-        needed |= {shard for shard, others in beside.items() if not needed.isdisjoint(others)}
-        return [shard for shard in shards if shard in needed] or shards[:1]
-
-    def _holds_some(self, held: Collection[str], slices: Mapping[str, ShardSpec]) -> bool:
-        for name in set(self._names).intersection(held):
-            source = slices.get(name, ShardSpec(name))
-            target = self._specs.get(name, ShardSpec(name))
-            if source.layout_key != target.layout_key or source.worker == target.worker:
-                return True
+def copy_dcp_files(uri: str, target: str) -> bool:
+    """Copy the files by which torch.distributed.checkpoint reads the checkpoint at `uri` into a folder of this machine, the
+    metadata last; False, and nothing is copied, where an older version wrote it. DamagedCheckpointError for a file that is
+    not what was saved."""
+    files, folder = fsspec.core.url_to_fs(uri)
+    manifest = read_manifest(files, folder, uri)
+    if manifest["format"] < CHECKPOINT_FORMAT:
         return False
-
-    def _slices_in(self, shard: str) -> dict[str, ShardSpec]:
-        slices = self._manifest.get("slices", {}).get(shard, {})
-        return {
-            name: ShardSpec(name, dim, tuple(parts), worker, workers)
-            for name, (dim, parts, worker, workers) in slices.items()
-        }
-
-
-def _names_path(folder: str, shard: str) -> str:
-    return f"{folder}/{shard}.names.json"
-
-
-def _write_atomically(files: AbstractFileSystem, path: str, write: Callable[[Any], Any]) -> str:
-    """Write a file that appears at once: under another name first, then renamed. The SHA-256 of its content.
-
-    The content is never held as a whole beside what it is made of. Raises CheckpointError where no space is left.
-    """
-    partial = f"{path}.{uuid.uuid4().hex}{_PARTIAL_SUFFIX}"
-    summing = None
-    try:
-        with files.open(partial, "wb") as file:
-            summing = _HashingFile(file)
-            write(summing)
-            if isinstance(files, LocalFileSystem):
-                file.flush()
-                os.fsync(file.fileno())
-        files.mv(partial, path)
-        return summing.sha256.hexdigest()
-    except BaseException as error:
-        with suppress(Exception):
-            files.rm_file(partial)
-        # torch.save ends its file behind an error of a write, which hides that error
-        cause = (summing and summing.error) or error
-        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise CheckpointError(
-                f"no space is left for {path} ({cause.strerror}): free some, keep fewer (checkpoint.keep), or name another "
-                "place in checkpoint.uri"
-            ) from cause
-        if cause is error:
-            raise
-        raise cause from error
-
-
-class _HashingFile:
-    """A file to write to that also computes the checksum of what goes into it."""
-
-    def __init__(self, file: Any):
-        self._file = file
-        self.sha256 = hashlib.sha256()
-        self.error: OSError | None = None
-        """The first error of a write."""
-
-    def write(self, content: bytes | memoryview) -> int:
-        self.sha256.update(content)
-        try:
-            self._file.write(content)
-        except OSError as error:
-            self.error = self.error or error
-            raise
-        return len(content)
-
-    def flush(self) -> None:
-        """Its file is flushed when all is written."""
-
-
-def _read_shard(files: AbstractFileSystem, path: str, size: int, sha256: str | None) -> dict[str, Any]:
-    """The content of a shard of `size` bytes; `sha256` is None where an older version saved it."""
-    try:
+    sizes = file_sizes(folder, manifest)
+    for path, size in sizes.items():
         check_size(files, path, size)
-        if isinstance(files, LocalFileSystem):
-            with open(path, "rb") as file:
-                check_sha256(path, sha256, lambda: hashlib.file_digest(file, "sha256").hexdigest())
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        content = files.cat_file(path)
-        check_sha256(path, sha256, lambda: hashlib.sha256(content).hexdigest())
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise DamagedCheckpointError(f"shard {path} is missing") from None
-    except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        kind = CheckpointError if isinstance(error, OSError) else DamagedCheckpointError
-        raise kind(f"shard {path} cannot be read: {error}") from error
+    check_content(files, folder, manifest, math.inf)
+    names = [path.rsplit("/", 1)[-1] for path in sizes]
+    os.makedirs(target, exist_ok=True)
+    for name in sorted(names, key=lambda name: name == DCP_METADATA):
+        if name != TENSOR_INDEX:
+            with files.open(f"{folder}/{name}", "rb") as source, open(f"{target}/{name}", "wb") as copy:
+                shutil.copyfileobj(source, copy, _COPY_BYTES)
+    return True
+
+
+def _load(uri: str, wanted: Wanted) -> LoadedParts:
+    files, folder = fsspec.core.url_to_fs(uri)
+    manifest = read_manifest(files, folder, uri)
+    for path, size in file_sizes(folder, manifest).items():
+        check_size(files, path, size)  # of all: it is whole for every worker or for none
+    if manifest["format"] < CHECKPOINT_FORMAT:
+        state, shapes = read_whole_shards(files, folder, manifest, wanted)
+        return LoadedParts(state, manifest["step"], shapes)
+    index = _read_index(files, folder, manifest)
+    state, shapes = read_entries(files, folder, index, wanted)
+    for shard in _shards_with_names(manifest, wanted.names):
+        for part, value in read_rest(files, folder, index, shard).items():
+            if wanted.parts is not None and part not in wanted.parts:
+                continue
+            if part == _OPTIMIZER_GROUPS:
+                state.setdefault(part, []).extend(value)
+            elif not state.get(part):  # a mesh without trained parameters has none
+                state[part] = value
+    return LoadedParts(state, manifest["step"], shapes)
+
+
+def _read_index(files: AbstractFileSystem, folder: str, manifest: dict[str, Any]) -> TensorIndex:
+    return TensorIndex.from_json(json.loads(file_content(files, folder, manifest, TENSOR_INDEX)))
+
+
+def _shards_with_names(manifest: Mapping[str, Any], names: Collection[str] | None) -> list[str]:
+    """The shards with some of these names, with the first of their meshes and at least one for what is the same in all."""
+    shards = list(manifest["shards"])
+    if names is None:
+        return shards
+    needed = {shard for shard in shards if not set(names).isdisjoint(manifest["names"][shard])}
+    needed |= {shard for shard, others in manifest["beside"].items() if not needed.isdisjoint(others)}
+    return [shard for shard in shards if shard in needed] or shards[:1]
+
+
+def _description_path(folder: str, shard: str) -> str:
+    return f"{folder}/{shard}.index.json"
 
 
 def _remove_older_checkpoints(
@@ -473,27 +407,6 @@ def _remove_older_checkpoints(
 def _remove_partial_files(files: AbstractFileSystem, folder: str) -> None:
     """Remove files that killed writers left in the folder; nobody writes there any more."""
     for path in files.ls(folder, detail=False, refresh=True):
-        if path.endswith(_PARTIAL_SUFFIX):
+        if path.endswith(PARTIAL_SUFFIX):
             with suppress(FileNotFoundError):
                 files.rm_file(path)
-
-
-def _without_shared_memory(value: Any) -> Any:
-    """Tensors that share memory with larger ones would be saved with all of it: copy them."""
-    return _map_tensors(value, lambda t: t.clone() if t.untyped_storage().nbytes() != t.nbytes else t)
-
-
-def _clone_tensors(value: Any) -> Any:
-    """Copies, as tensors of a mapped file must not outlive it."""
-    return _map_tensors(value, torch.clone)
-
-
-def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: _map_tensors(entry, change) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        changed = [_map_tensors(entry, change) for entry in value]
-        return changed if isinstance(value, list) else tuple(changed)
-    return value

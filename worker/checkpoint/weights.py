@@ -90,7 +90,7 @@ def export_safetensors(
             f"{uri} was saved by an older version, which did not write down the model's own names: let the job save once "
             "more with this one (raise training.steps and submit it again), or read the shards' parameters yourself"
         )
-    record = record_from_state(checkpoint_format.load_shard(uri, RECORD_SHARD))
+    record = record_from_state(checkpoint_format.load_shard_values(uri, RECORD_SHARD))
     _check_exportable(uri, record, {name for names in held.values() for name in names})
     content = _select_content(record, merged, file_bytes)
     parts = _split_into_files(content.entries, content.file_bytes)

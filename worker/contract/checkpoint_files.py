@@ -1,8 +1,9 @@
 """Lists the checkpoints and exports of a job in storage, and verifies their manifests, sizes and checksums.
 
 Light: no torch, so that the control plane can look too. Tensors are read and written by worker/checkpoint. A
-step's folder without a manifest is not finished: it is being written, or its writer died. Formats 1 to 3 are
-readable: 1 had optimizer groups without the names of their parameters, 3 has slices of tensors in several shards.
+step's folder without a manifest is not finished: it is being written, or its writer died. Formats 1 to 4 are
+readable: 1 had optimizer groups without the names of their parameters, 3 has slices of tensors in several shards, 4 has
+chunks of tensors in files that torch.distributed.checkpoint reads.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from typing import Any
 import fsspec
 from fsspec import AbstractFileSystem
 
-# 1 had the groups of each mesh's optimizer without the names of their parameters; 3 is that of checkpoints in which a
-# tensor lies in slices in several shards: the version before reads all others
-CHECKPOINT_FORMAT, SLICED_FORMAT = 2, 3
-_READABLE_FORMATS = (1, 2, 3)
-MANIFEST = "manifest.json"
+CHECKPOINT_FORMAT = 4
+"""The format of checkpoints that are written. Up to 3 a shard is one pickled state in a `.pt` file; 4 has shards of blobs,
+their index, and the metadata of torch.distributed.checkpoint."""
+_READABLE_FORMATS = (1, 2, 3, 4)
+MANIFEST, TENSOR_INDEX = "manifest.json", "tensors.json"
 _STEP_FOLDER_PREFIX = "step-"
 _READ_BLOCK_BYTES = 1 << 20
 
@@ -124,9 +125,29 @@ def step_folder_name(step: int) -> str:
     return f"{_STEP_FOLDER_PREFIX}{step:010d}"
 
 
-def shard_path(folder: str, shard: str) -> str:
-    """The file of one mesh's part."""
-    return f"{folder}/{shard}.pt"
+def shard_path(folder: str, shard: str, checkpoint_format: int = CHECKPOINT_FORMAT) -> str:
+    """The file of one shard."""
+    return f"{folder}/{shard}.{'distcp' if checkpoint_format >= 4 else 'pt'}"
+
+
+def file_sizes(folder: str, manifest: dict[str, Any]) -> dict[str, int]:
+    """The bytes of each file of a checkpoint but for the manifest, by path."""
+    shards = {
+        shard_path(folder, shard, manifest["format"]): size for shard, size in manifest["shards"].items()
+    }
+    return shards | {f"{folder}/{name}": size for name, (size, _) in manifest.get("files", {}).items()}
+
+
+def file_content(files: AbstractFileSystem, folder: str, manifest: dict[str, Any], name: str) -> bytes:
+    """The content of a file beside the shards. DamagedCheckpointError where it is not what was saved."""
+    path, known = f"{folder}/{name}", manifest.get("files", {})
+    if name not in known:
+        raise DamagedCheckpointError(f"{MANIFEST} of {folder} has no {name}: it is damaged")
+    size, sha256 = known[name]
+    check_size(files, path, size)
+    content = files.cat_file(path)
+    check_sha256(path, sha256, lambda: hashlib.sha256(content).hexdigest())
+    return content
 
 
 def step_folders(files: AbstractFileSystem, job_folder: str) -> list[tuple[int, str]]:
@@ -178,7 +199,7 @@ def read_manifest(files: AbstractFileSystem, folder: str, uri: str) -> dict[str,
 
 
 def check_size(files: AbstractFileSystem, path: str, size: int) -> None:
-    """DamagedCheckpointError where the shard has not the size that the manifest says, or is not there."""
+    """DamagedCheckpointError where a file has not the size that the manifest says, or is not there."""
     try:
         found = files.size(path)
     except FileNotFoundError:
@@ -211,14 +232,12 @@ def _inspect_folder(
         if (saved_seconds := manifest.get("seconds")) is not None:
             seconds = SaveSeconds(saved_seconds["blocking"], saved_seconds["writing"])
         saved_at = _modified_at(files, f"{folder}/{MANIFEST}")
-        size = sum(manifest["shards"].values())
-        for shard, expected in manifest["shards"].items():
-            check_size(files, shard_path(folder, shard), expected)
-        if latest is not None and (digests := manifest.get("sha256")):
-            for shard in manifest["shards"]:
-                path = shard_path(folder, shard)
-                check_sha256(path, digests[shard], lambda path=path: _sha256_of(files, path, latest))
-            summed = True
+        sizes = file_sizes(folder, manifest)
+        size = sum(sizes.values())
+        for path, expected in sizes.items():
+            check_size(files, path, expected)
+        if latest is not None:
+            summed = check_content(files, folder, manifest, latest)
     except _InspectionTimeout:
         pass
     except CheckpointError as error:
@@ -234,13 +253,43 @@ def _inspect_folder(
     return FoundCheckpoint(step, uri, size, saved_at, damage, summed, finished, seconds)
 
 
+def check_content(files: AbstractFileSystem, folder: str, manifest: dict[str, Any], latest: float) -> bool:
+    """DamagedCheckpointError where a checksum is not that of the content; False where there are none. After `latest` by the
+    monotonic clock it ends."""
+    if manifest["format"] < 4:
+        for shard, sha256 in manifest.get("sha256", {}).items():
+            path = shard_path(folder, shard, manifest["format"])
+            check_sha256(path, sha256, lambda path=path: _sha256_of(files, path, latest))
+        return bool(manifest.get("sha256"))
+    for name in manifest["files"]:
+        file_content(files, folder, manifest, name)
+    for shard, blobs in json.loads(file_content(files, folder, manifest, TENSOR_INDEX))["blobs"].items():
+        path, total = shard_path(folder, shard), 0
+        with files.open(path, "rb") as file:
+            for length, sha256 in blobs:
+                check_sha256(path, sha256, lambda file=file, length=length: _sha256_in(file, length, latest))
+                total += length
+        if total != manifest["shards"][shard]:
+            raise DamagedCheckpointError(
+                f"{path} has bytes that {TENSOR_INDEX} does not tell of: it is damaged"
+            )
+    return True
+
+
 def _sha256_of(files: AbstractFileSystem, path: str, latest: float) -> str:
-    digest = hashlib.sha256()
     with files.open(path, "rb") as file:
-        while block := file.read(_READ_BLOCK_BYTES):
-            digest.update(block)
-            if time.monotonic() > latest:
-                raise _InspectionTimeout
+        return _sha256_in(file, None, latest)
+
+
+def _sha256_in(file: Any, length: int | None, latest: float) -> str:
+    """The checksum of the next `length` bytes of a file, None for all."""
+    digest = hashlib.sha256()
+    while block := file.read(_READ_BLOCK_BYTES if length is None else min(_READ_BLOCK_BYTES, length)):
+        digest.update(block)
+        if length is not None:
+            length -= len(block)
+        if time.monotonic() > latest:
+            raise _InspectionTimeout
     return digest.hexdigest()
 
 

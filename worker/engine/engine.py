@@ -50,6 +50,7 @@ from worker.engine.stage_io import ComputeSettings, LossValue, StageObserver, St
 from worker.engine.warmup import StateSnapshot, batch_on_device
 from worker.engine.watchdog import Watchdog
 from worker.model.stages import transfer_dtype
+from worker.parallel.chunks import FlatRun
 from worker.parallel.collectives import Collectives, token_weights
 from worker.parallel.process_groups import batch_norm_groups, reduce_groups
 from worker.parallel.sync_batch_norm import synchronize_batch_norms
@@ -383,10 +384,14 @@ class Engine:
 
     def state(self) -> dict[str, Any]:
         """Parameters, buffers and optimizer state by the original names of the model, of tensor-parallel ones this rank's
-        shards. Where the workers of this mesh share the optimizer's state all of them ask at the same time, and the first
-        of each dp group gets it."""
+        shards, and of the optimizer's state its `partitions`."""
         with contextlib.nullcontext() if self._lanes is None else self._lanes.computing():
             return self._update.state()
+
+    @property
+    def partitions(self) -> Mapping[str, FlatRun]:
+        """The elements of which this worker has the optimizer's state, by name of a parameter; none without ZeRO-1."""
+        return self._update.partitions
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Load this worker's tensors from `state`, of tensor-parallel ones its shards; it may hold other meshes' too."""

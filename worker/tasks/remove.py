@@ -189,8 +189,8 @@ class _ObjectStoreJobFolder(_JobFolder):
         return freed
 
 
-def _deletion_order(name: str) -> tuple[bool, str]:
-    return name not in _COMPLETENESS_FILES, name
+def _deletion_order(name: str) -> tuple[bool, bool, str]:
+    return name != MANIFEST, name not in _COMPLETENESS_FILES, name
 
 
 @contextmanager

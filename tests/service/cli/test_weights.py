@@ -64,13 +64,15 @@ def test_checkpoints_are_shown_and_weights_exported_on_this_machine(run: Run, se
     assert f"2 tensors after step 4, 1 files of 0.00 MB: {out}" in result.out
     assert torch.equal(load_file(out / "model.safetensors")["weight"], model.weight * 4)
     assert run("export", job_id, "-o", tmp_path / "two", "--step", 2, "--json").json["step"] == 2
-    (tmp_path / "runs" / job_id / "step-0000000004" / "m0.pt").write_bytes(b"short")
+    (tmp_path / "runs" / job_id / "step-0000000004" / "m0.distcp").write_bytes(b"short")
     passed_over = run("export", job_id, "-o", tmp_path / "three")
     assert (
-        passed_over.code == 0 and "m0.pt has 5 bytes" in passed_over.err and "after step 2" in passed_over.out
+        passed_over.code == 0
+        and "m0.distcp has 5 bytes" in passed_over.err
+        and "after step 2" in passed_over.out
     )
     damaged = run("checkpoints", job_id)
-    assert damaged.code == 0 and "damaged" in damaged.out and "m0.pt has 5 bytes" in damaged.err
+    assert damaged.code == 0 and "damaged" in damaged.out and "m0.distcp has 5 bytes" in damaged.err
     missing = run("export", job_id, "-o", tmp_path / "four", "--step", 9)
     assert missing.code == 1 and "no checkpoint of step 9" in missing.err and "leave out -o" in missing.err
 

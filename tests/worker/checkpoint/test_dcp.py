@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 from fnmatch import fnmatch
+from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -20,6 +23,7 @@ from torch.nn import functional
 
 from tests.reference import accumulate
 from tests.worker.actor import test_actor
+from tests.worker.checkpoint.older_formats import save_older
 from tests.worker.checkpoint.test_jobs import saved
 from tests.worker.jobs.test_heterogeneous_meshes import unet
 from tests.worker.workers import Workers
@@ -84,9 +88,8 @@ def test_dcp_loads_what_a_run_saved_into_the_plain_model_and_its_next_step_is_th
         next_uri = saved(run, str(tmp_path / "c"), 3)
     export_dcp(uri, str(tmp_path / "out"))
     state, _ = checkpoint_format.load_checkpoint(uri)
-    # what is written is nested, as the state of an optimizer is by itself; in place both forms are read
-    written = dcp.FileSystemReader(tmp_path / "out")
-    for reader, flat in ((SlotlineReader(uri), False), (SlotlineReader(uri), True), (written, False)):
+    readers = (SlotlineReader(uri), dcp.FileSystemReader(uri), dcp.FileSystemReader(tmp_path / "out"))
+    for reader, flat in itertools.product(readers, (False, True)):
         model, optimizer = plain_of(spec, seed=99)
         options = StateDictOptions(flatten_optimizer_state_dict=flat)
         model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
@@ -203,19 +206,24 @@ def test_a_missing_file_of_dcp_is_named(tmp_path):
 def laid(base, step=4):
     """A checkpoint of two meshes that share a parameter, with groups of their own."""
     uri = checkpoint_format.step_uri(base, "job", step)
-    for mesh, names in (("m0", ["tied", "a"]), ("m1", ["tied", "b"])):
-        groups = [
-            {"lr": 0.1, "fused": True, "params": names[:1]},
-            {"lr": 0.2, "fused": True, "params": names[1:]},
-        ]
-        state = {
-            "parameters": {name: torch.full((2,), float(step)) for name in names},
-            "optimizer": {name: {"exp_avg": torch.ones(2)} for name in names},
-            "optimizer_groups": groups,
-        }
+    for mesh, state in states_of_two_meshes(step).items():
         checkpoint_format.save_shard(uri, step=step, shard=mesh, state=state)
     checkpoint_format.finish_checkpoint(uri, step=step, shards=["m0", "m1"], keep=9)
     return uri
+
+
+def states_of_two_meshes(step):
+    return {
+        mesh: {
+            "parameters": {name: torch.full((2,), float(step)) for name in names},
+            "optimizer": {name: {"exp_avg": torch.ones(2)} for name in names},
+            "optimizer_groups": [
+                {"lr": 0.1, "fused": True, "params": names[:1]},
+                {"lr": 0.2, "fused": True, "params": names[1:]},
+            ],
+        }
+        for mesh, names in (("m0", ["tied", "a"]), ("m1", ["tied", "b"]))
+    }
 
 
 def test_the_groups_of_all_meshes_are_the_plain_optimizers_without_a_devices_settings(tmp_path):
@@ -230,7 +238,7 @@ def test_an_export_for_dcp_is_of_the_newest_whole_checkpoint_and_replaces_only_i
     base = str(tmp_path / "c")
     laid(base, 4)
     newest = laid(base, 6)
-    with open(f"{newest}/m1.pt", "ab") as file:
+    with open(f"{newest}/m1.distcp", "ab") as file:
         file.write(b"more")
     request = ExportRequest(base, "job", None, None, "dcp")
     found = export_job(request)
@@ -239,7 +247,8 @@ def test_an_export_for_dcp_is_of_the_newest_whole_checkpoint_and_replaces_only_i
         and found.uri.endswith("export-dcp-step-0000000004")
         and "passed over" in found.notes[0]
     )
-    assert {one.name for one in found.files} == {".metadata", "__0_0.distcp"} and found.tensors == 6
+    names = {".metadata", "groups.distcp", "m0.distcp", "m1.distcp"}
+    assert {one.name for one in found.files} == names and found.tensors == 6
     assert export_job(request).files == found.files, "again"
     given = {"model": {"a": torch.zeros(2)}}
     dcp.load(given, checkpoint_id=found.uri, no_dist=True)
@@ -252,6 +261,40 @@ def test_an_export_for_dcp_is_of_the_newest_whole_checkpoint_and_replaces_only_i
         export_dcp(checkpoint_format.step_uri(base, "job", 4), "memory://x")
 
 
+def test_an_export_for_dcp_of_an_older_checkpoint_holds_the_same(tmp_path):
+    older = checkpoint_format.step_uri(str(tmp_path / "older"), "job", 4)
+    save_older(older, states_of_two_meshes(4), step=4)
+    newer = laid(str(tmp_path / "newer"))
+    for uri, name in ((older, "one"), (newer, "two")):
+        assert export_dcp(uri, str(tmp_path / name)).tensors == 6
+    read = []
+    for name in ("one", "two"):
+        state = {}
+        dcp.state_dict_loader._load_state_dict(
+            state,
+            storage_reader=dcp.FileSystemReader(tmp_path / name),
+            planner=_EmptyStateDictLoadPlanner(keys={"model", "optimizer"}),
+            no_dist=True,
+        )
+        read.append(state)
+    assert read[0]["optimizer"]["param_groups"] == read[1]["optimizer"]["param_groups"]
+    for name in ("tied", "a", "b"):
+        assert torch.equal(read[0]["model"][name], read[1]["model"][name])
+        moments = [state["optimizer"]["state"][name]["exp_avg"] for state in read]
+        assert torch.equal(*moments)
+
+
+def test_a_damaged_checkpoint_is_not_exported_for_dcp(tmp_path):
+    uri = laid(str(tmp_path / "c"))
+    shard = Path(uri, "m1.distcp")
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(bytes(content))
+    with pytest.raises(checkpoint_format.DamagedCheckpointError, match=r"m1\.distcp has the SHA-256"):
+        export_dcp(uri, str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+
+
 def test_a_reader_says_what_is_no_checkpoint(tmp_path):
     assert SlotlineReader.validate_checkpoint_id(laid(str(tmp_path)))
     assert not SlotlineReader.validate_checkpoint_id(tmp_path)
@@ -259,3 +302,16 @@ def test_a_reader_says_what_is_no_checkpoint(tmp_path):
         dcp.load({"model": {}}, storage_reader=SlotlineReader(str(tmp_path)), no_dist=True)
     with pytest.raises(checkpoint_format.CheckpointError):
         export_safetensors(str(tmp_path), str(tmp_path / "x"))
+
+
+def test_a_job_starts_from_a_checkpoint_of_another_as_from_any_folder_of_dcp(tmp_path):
+    spec = test_actor.job()
+    with Workers(spec) as run:
+        run.losses(range(1, 2))
+        uri = saved(run, str(tmp_path / "c"), 1)
+    state, _ = checkpoint_format.load_checkpoint(uri)
+    spec["model"]["weights"] = uri
+    with Workers(spec) as run:
+        for worker in run.workers:
+            for name, parameter in worker.engine.state()["parameters"].items():
+                assert torch.equal(parameter, state["parameters"][name]), name

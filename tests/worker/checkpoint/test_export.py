@@ -140,7 +140,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_note_and_refused_where_it_is
     base, older = str(tmp_path / "c"), odd(7)
     saved(base, older, step=2)
     newest = Path(saved(base, odd(8), step=4))
-    shard = newest / "m1.pt"
+    shard = newest / "m1.distcp"
     if damage == "size":
         os.truncate(shard, shard.stat().st_size // 2)
     elif damage == "missing":
@@ -150,9 +150,9 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_note_and_refused_where_it_is
         content[len(content) // 2] ^= 1
         shard.write_bytes(bytes(content))
     found = export_job(ExportRequest(base, "job", target=str(tmp_path / "out")))
-    assert found.step == 2 and len(found.notes) == 1 and "m1.pt" in found.notes[0]
+    assert found.step == 2 and len(found.notes) == 1 and "m1.distcp" in found.notes[0]
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["head.weight"], older.head.weight)
-    with pytest.raises(CheckpointError, match=r"no whole checkpoint .*m1\.pt"):
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint .*m1\.distcp"):
         export_job(ExportRequest(base, "job", step=4, target=str(tmp_path / "other")))
 
 
@@ -213,7 +213,8 @@ def test_checkpoints_that_cannot_give_the_whole_model_are_refused(tmp_path):
 def test_the_record_comes_back_as_it_was(tmp_path):
     record = make_record(odd())
     assert (
-        record_from_state(checkpoint_format.load_shard(saved(str(tmp_path), odd()), RECORD_SHARD)) == record
+        record_from_state(checkpoint_format.load_shard_values(saved(str(tmp_path), odd()), RECORD_SHARD))
+        == record
     )
     assert exporting.MAX_FILE_BYTES == 5_000_000_000
 

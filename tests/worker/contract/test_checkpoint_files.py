@@ -22,6 +22,9 @@ def base(request, tmp_path):
     return str(tmp_path / "checkpoints") if request.param == "file" else f"memory://{uuid.uuid4().hex}"
 
 
+FILES = ("m0.distcp", "m1.distcp", "groups.distcp", "tensors.json", ".metadata")
+
+
 def save(base, step, job="job"):
     uri = step_uri(base, job, step)
     for shard in ("m0", "m1"):
@@ -38,7 +41,7 @@ def test_whole_checkpoints_are_listed_newest_first_with_size_and_time(base):
     save(base, 20)
     newest, older = inspect_checkpoints(base, "job")
     assert [newest.step, older.step] == [20, 10] and older.uri == step_uri(base, "job", 10)
-    assert older.size_bytes == sum(files.size(f"{folder}/{shard}.pt") for shard in ("m0", "m1"))
+    assert older.size_bytes == sum(files.size(f"{folder}/{name}") for name in FILES)
     assert before - 2 < older.saved_at < time.time() + 2
     assert all(one.damage is None and one.finished and not one.summed for one in (newest, older))
     assert all(one.summed for one in inspect_checkpoints(base, "job", sums=True))
@@ -47,9 +50,9 @@ def test_whole_checkpoints_are_listed_newest_first_with_size_and_time(base):
 @pytest.mark.parametrize(
     ("damage", "told", "needs_sums", "finished"),
     [
-        ("cut", r"m1\.pt has 50 bytes, the manifest says", False, True),
-        ("gone", r"m1\.pt is missing", False, True),
-        ("bit", r"m1\.pt has the SHA-256 .* it is damaged", True, True),
+        ("cut", r"m1\.distcp has 50 bytes, the manifest says", False, True),
+        ("gone", r"m1\.distcp is missing", False, True),
+        ("bit", r"m1\.distcp has the SHA-256 .* it is damaged", True, True),
         ("manifest", r"manifest\.json of .* cannot be read", False, True),
         ("no manifest", r"is no complete checkpoint: it has no manifest\.json", False, False),
         ("odd manifest", r"says no step or no shards", False, True),
@@ -58,14 +61,14 @@ def test_whole_checkpoints_are_listed_newest_first_with_size_and_time(base):
 def test_what_is_wrong_with_one_is_said_and_others_stay_whole(base, damage, told, needs_sums, finished):
     save(base, 10)
     files, folder = save(base, 20)
-    content = files.cat_file(f"{folder}/m1.pt")
+    content = files.cat_file(f"{folder}/m1.distcp")
     match damage:
         case "cut":
-            files.pipe_file(f"{folder}/m1.pt", content[:50])
+            files.pipe_file(f"{folder}/m1.distcp", content[:50])
         case "gone":
-            files.rm_file(f"{folder}/m1.pt")
+            files.rm_file(f"{folder}/m1.distcp")
         case "bit":
-            files.pipe_file(f"{folder}/m1.pt", content[:400] + bytes([content[400] ^ 1]) + content[401:])
+            files.pipe_file(f"{folder}/m1.distcp", content[:400] + bytes([content[400] ^ 1]) + content[401:])
         case "manifest":
             files.pipe_file(f"{folder}/manifest.json", b'{"format": 2, ')
         case "no manifest":

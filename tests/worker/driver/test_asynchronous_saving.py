@@ -68,7 +68,7 @@ def test_steps_go_on_while_a_mesh_writes_and_the_manifest_waits_for_it(tmp_path)
     assert [step for step, _ in run.reports.checkpoints] == [3, 7]
     assert (
         checkpoint_format.load_checkpoint(checkpoint_format.step_uri(run.uri, "job", 3))[0]["parameters"][
-            "p"
+            "m0.p"
         ].tolist()
         == [1.0] * 3
     )
@@ -211,7 +211,7 @@ def test_half_a_file_of_a_writer_that_was_killed_goes_with_the_next_save_of_its_
     run = Run(tmp_path)
     folder = Path(checkpoint_format.step_uri(run.uri, "job", 1))
     folder.mkdir(parents=True)
-    (folder / "m1.pt.0123.partial").write_bytes(b"half")
+    (folder / "m1.distcp.0123.partial").write_bytes(b"half")
     run.step(1)
     run.kept._finish_pending()
     assert run.whole == [1] and not list(folder.glob("*.partial"))

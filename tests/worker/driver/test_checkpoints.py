@@ -10,9 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed import checkpoint as dcp
 
 from tests.worker.driver.fake_gang import FakeActor, FakeGang
 from worker.actor.saver import ShardSaver, reading_checkpoint
+from worker.checkpoint import blobs
 from worker.checkpoint import format as checkpoint_format
 from worker.checkpoint.resumption import ResumeSource
 from worker.contract.failures import AttemptFailure, attributed_to
@@ -33,7 +35,7 @@ class Worker:
         self.saver = ShardSaver(mesh, lambda step: self.state(), {})
 
     def state(self):
-        return {"parameters": {"p": torch.ones(self.step)}}
+        return {"parameters": {f"{self.mesh}.p": torch.ones(self.step)}}
 
     def begin_save(self, uri, step):
         self.step = step
@@ -55,7 +57,7 @@ class Worker:
     @attributed_to(Reason.CHECKPOINT_FAILED)
     def save(self, uri, step):
         checkpoint_format.save_shard(
-            uri, step=step, shard=self.mesh, state={"parameters": {"p": torch.ones(step)}}
+            uri, step=step, shard=self.mesh, state={"parameters": {f"{self.mesh}.p": torch.ones(step)}}
         )
 
     @reading_checkpoint()
@@ -165,7 +167,7 @@ def test_what_a_worker_saves_beside_its_mesh_belongs_to_the_checkpoint_and_its_l
     kept, _, _ = make()
     newest = checkpoint_format.complete_checkpoints(kept._policy.uri, "job")[0]
     assert list(checkpoint_format.shard_names(newest)) == ["m0", "m1", "model"]
-    Path(newest, "model.pt").write_bytes(b"")
+    Path(newest, "model.distcp").write_bytes(b"")
     assert kept.restore(newest) == 2
 
 
@@ -251,7 +253,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(make, damage)
     train(make()[0], 6)
     kept, gang, reports = make()
     newest = checkpoint_format.complete_checkpoints(kept._policy.uri, "job")[0]
-    shard = Path(newest, "m1.pt")
+    shard = Path(newest, "m1.distcp")
     match damage:
         case "cut short":
             os.truncate(shard, shard.stat().st_size // 2)
@@ -277,7 +279,9 @@ def flip_a_bit_of_a_tensor(shard):
     numbers = torch.ones(6).numpy().tobytes()
     content[content.index(numbers) + 2] ^= 0x40
     shard.write_bytes(content)
-    assert not torch.equal(torch.load(shard)["state"]["parameters"]["p"], torch.ones(6))
+    read = {"model": {"m1.p": torch.zeros(6)}}
+    dcp.load(read, checkpoint_id=shard.parent, no_dist=True)
+    assert not torch.equal(read["model"]["m1.p"], torch.ones(6))
 
 
 def test_a_job_whose_checkpoints_are_all_damaged_fails_by_name_and_no_attempt_reads_them_again(make):
@@ -285,9 +289,9 @@ def test_a_job_whose_checkpoints_are_all_damaged_fails_by_name_and_no_attempt_re
     kept, _, reports = make()
     found = checkpoint_format.complete_checkpoints(kept._policy.uri, "job")
     for uri in found:
-        Path(uri, "m0.pt").write_bytes(b"")
+        Path(uri, "m0.distcp").write_bytes(b"")
     with pytest.raises(
-        AttemptFailure, match=rf"every checkpoint is damaged \(2\), the newest.* {found[0]}/m0.pt has 0 b"
+        AttemptFailure, match=rf"every checkpoint is damaged \(2\), the newest.* {found[0]}/m0.distcp has 0 b"
     ) as caught:
         kept.restore(found[0])
     assert caught.value.reason is Reason.CHECKPOINT_DAMAGED
@@ -299,15 +303,14 @@ def test_a_checkpoint_that_cannot_be_read_now_may_be_read_by_the_next_attempt(ma
     train(make()[0], 4)
     kept, _, _ = make()
     newest, older = checkpoint_format.complete_checkpoints(kept._policy.uri, "job")
-    Path(older, "m0.pt").write_bytes(b"")
-    load = torch.load
+    Path(older, "m0.distcp").write_bytes(b"")
 
-    def unreachable(path, **how):
+    def unreachable(path, *how):
         if newest in str(path):
             raise OSError("Stale file handle")
-        return load(path, **how)
+        return open(path, *how)
 
-    monkeypatch.setattr(torch, "load", unreachable)
+    monkeypatch.setattr(blobs, "open", unreachable, raising=False)
     with pytest.raises(AttemptFailure, match="cannot be read: Stale file handle") as caught:
         kept.restore(newest)
     assert caught.value.reason is Reason.CHECKPOINT_FAILED

@@ -66,25 +66,25 @@ def changed(files, path, change):
 
 
 def truncate(files, folder):
-    files.pipe_file(f"{folder}/m1.pt", files.cat_file(f"{folder}/m1.pt")[:-1])
+    files.pipe_file(f"{folder}/m1.distcp", files.cat_file(f"{folder}/m1.distcp")[:-1])
 
 
 def empty(files, folder):
-    files.pipe_file(f"{folder}/m1.pt", b"")
+    files.pipe_file(f"{folder}/m1.distcp", b"")
 
 
 def remove(files, folder):
-    files.rm_file(f"{folder}/m1.pt")
+    files.rm_file(f"{folder}/m1.distcp")
 
 
 def remove_what_no_worker_reads(files, folder):
-    files.rm_file(f"{folder}/model.pt")
+    files.rm_file(f"{folder}/model.distcp")
 
 
 def swap_shards_of_steps(files, folder):
     """The shard of an older step: of the right size, readable, and wrong."""
     older = folder.replace("0000000006", "0000000004")
-    files.pipe_file(f"{folder}/m1.pt", files.cat_file(f"{older}/m1.pt"))
+    files.pipe_file(f"{folder}/m1.distcp", files.cat_file(f"{older}/m1.distcp"))
 
 
 def empty_manifest(files, folder):
@@ -104,11 +104,11 @@ def manifest_without_shards(files, folder):
 
 
 DAMAGES = {
-    truncate: "m1.pt has ",
-    empty: "m1.pt has 0 bytes",
-    remove: "m1.pt is missing",
-    remove_what_no_worker_reads: "model.pt is missing",
-    swap_shards_of_steps: "m1.pt has the SHA-256",
+    truncate: "m1.distcp has ",
+    empty: "m1.distcp has 0 bytes",
+    remove: "m1.distcp is missing",
+    remove_what_no_worker_reads: "model.distcp is missing",
+    swap_shards_of_steps: "m1.distcp has the SHA-256",
     empty_manifest: "manifest.json of .* cannot be read",
     list_for_manifest: "is no manifest: it holds a list",
     manifest_of_another_step: "is of step 4, its folder of step 6",
@@ -145,7 +145,7 @@ def test_where_there_is_none_before_it_the_job_fails_and_is_not_tried_again(base
 def test_files_that_are_no_part_of_it_harm_nobody_and_other_names_are_no_checkpoints(base):
     files, folder = saved(base, 4, 6)
     job = folder.rsplit("/", 1)[0]
-    files.pipe_file(f"{folder}/m1.pt.0123.partial", b"half")
+    files.pipe_file(f"{folder}/m1.distcp.0123.partial", b"half")
     files.pipe_file(f"{folder}/notes.txt", b"mine")
     files.pipe_file(f"{job}/step-0000000009", b"a file")
     for name in ("step-9", "step-00000000x9", "export-step-0000000009", "step-"):

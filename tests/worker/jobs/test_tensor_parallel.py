@@ -116,7 +116,7 @@ def test_a_checkpoint_of_shared_matrices_goes_on_on_other_layouts(tmp_path):
 
 
 class HeldBytes(TorchDispatchMode):
-    """Counts the bytes of tensors that operations of this thread make and that still live; mapped files are none."""
+    """Counts the bytes of tensors that operations of this thread make, or read from files, and that still live."""
 
     def __init__(self):
         super().__init__()
@@ -124,10 +124,11 @@ class HeldBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        if function is torch.ops.aten.set_.source_Storage_storage_offset:  # a tensor of a file
-            return out
+        of_a_file = function is torch.ops.aten.set_.source_Storage_storage_offset
         known = {
-            t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+            t.untyped_storage()._cdata
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor) and not of_a_file
         }
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in known:
@@ -139,7 +140,8 @@ class HeldBytes(TorchDispatchMode):
 
 @pytest.mark.slow
 def test_no_worker_ever_holds_a_whole_state_while_it_saves_or_restores(tmp_path):
-    """Saving takes no memory besides, a restore that of the worker's own part, from shards of two ranks and of one."""
+    """Saving takes no memory besides, a restore that of the worker's own part, from shards of two ranks and of one, and
+    where a tensor is whole in its file one of these at a time."""
 
     def counted(worker, action):
         with HeldBytes() as held:
@@ -161,7 +163,8 @@ def test_no_worker_ever_holds_a_whole_state_while_it_saves_or_restores(tmp_path)
                 peaks = run.call(lambda w, uri=saved: counted(w, lambda w: w.restore(uri)))
                 for peak, state, largest in zip(peaks, states, slices, strict=True):
                     own = 3 * sum(tensor.nbytes for tensor in state["parameters"].values())  # and two moments
-                    assert own <= peak <= 1.02 * own + largest, "a tied one is read twice"
+                    blob = largest if saved == uris[1] else 2 * largest
+                    assert own <= peak <= 1.02 * own + blob
 
 
 def test_the_plan_knows_what_is_shared_and_what_is_summed():

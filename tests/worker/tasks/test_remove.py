@@ -70,7 +70,7 @@ def test_a_checkpoint_is_deleted_whole_and_the_others_stay(base: str):
 def test_a_job_that_goes_on_keeps_what_it_would_go_on_from_and_what_is_newer(base: str):
     save(base, 2, 4, 6)
     files, folder = fsspec.core.url_to_fs(step_uri(base, JOB, 6))
-    files.rm_file(f"{folder}/m1.pt")  # damaged: the one before it is the one
+    files.rm_file(f"{folder}/m1.distcp")  # damaged: the one before it is the one
     names = tuple(map(step_folder_name, (2, 4, 6)))
     found = remove_artifacts(RemovalRequest(base, JOB, names, in_use=True))
     assert found.removed == (step_folder_name(2),)
@@ -109,13 +109,13 @@ def outside(tmp_path: Path) -> Path:
     """Files that are not the job's, laid as a checkpoint's would be."""
     folder = tmp_path / "outside"
     folder.mkdir()
-    for name in ("manifest.json", "m0.pt", "precious.txt"):
+    for name in ("manifest.json", "m0.distcp", "precious.txt"):
         (folder / name).write_text("precious")
     return folder
 
 
 def untouched(folder: Path) -> bool:
-    return {one.name for one in folder.iterdir()} == {"manifest.json", "m0.pt", "precious.txt"}
+    return {one.name for one in folder.iterdir()} == {"manifest.json", "m0.distcp", "precious.txt"}
 
 
 @pytest.mark.parametrize("linked", ["step", "job", "file"])
@@ -127,16 +127,16 @@ def test_no_link_leads_out_of_the_jobs_folder(tmp_path: Path, linked: str):
         (base / JOB / name).symlink_to(other)
     elif linked == "job":
         (other / name).mkdir()
-        (other / name / "m0.pt").write_text("precious")
+        (other / name / "m0.distcp").write_text("precious")
         (base / "job-linked").symlink_to(other)
     else:
         (base / JOB / name).mkdir()
-        (base / JOB / name / "m0.pt").symlink_to(other / "m0.pt")
+        (base / JOB / name / "m0.distcp").symlink_to(other / "m0.distcp")
     job = "job-linked" if linked == "job" else JOB
     if linked == "job":
         with pytest.raises(RemovalError, match="is a link or a file"):
             remove_artifacts(RemovalRequest(str(base), job, (name,)))
-        assert (other / name / "m0.pt").read_text() == "precious"
+        assert (other / name / "m0.distcp").read_text() == "precious"
         return
     found = remove_artifacts(RemovalRequest(str(base), job, (name,)))
     assert untouched(other)
@@ -154,7 +154,7 @@ def test_a_link_that_is_put_there_while_it_is_deleted_is_not_followed(tmp_path: 
 
     def swapping(place):
         found = listdir(place)
-        if "m0.pt" in found and not step.is_symlink():  # the folder is open: now it becomes a link
+        if "m0.distcp" in found and not step.is_symlink():  # the folder is open: now it becomes a link
             step.rename(tmp_path / "moved")
             step.symlink_to(other)
         return found

@@ -65,10 +65,10 @@ def test_running_statistics_and_fp16_are_restored_too(tmp_path):
 
 def swapped(monkeypatch, part: str) -> None:
     """Planted: of two layers of equal shapes each gets the other's tensors, as a strict load lets pass."""
-    load = saver.checkpoint_format.load_slices
+    load = saver.checkpoint_format.load_parts
 
-    def load_swapped(uri, specs):
-        loaded = load(uri, specs)
+    def load_swapped(*given):
+        loaded = load(*given)
         entries = loaded.state[part]
         others = {
             name: name.replace("blocks.0.", "blocks.?.").replace("blocks.1.", "blocks.0.").replace("?", "1")
@@ -77,7 +77,7 @@ def swapped(monkeypatch, part: str) -> None:
         loaded.state[part] = {name: entries.get(others[name], entries[name]) for name in entries}
         return loaded
 
-    monkeypatch.setattr(saver.checkpoint_format, "load_slices", load_swapped)
+    monkeypatch.setattr(saver.checkpoint_format, "load_parts", load_swapped)
 
 
 @pytest.mark.slow

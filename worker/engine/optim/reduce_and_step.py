@@ -27,6 +27,7 @@ from worker.engine.optim.grad_scaler import PipelineGradScaler, group_by_dtype
 from worker.engine.optim.state_dict import class_name, load_groups, load_schedule, save_groups
 from worker.engine.results import NonFiniteError, RunOptions
 from worker.model.rng import release_rng_lock
+from worker.parallel.chunks import FlatRun
 from worker.parallel.collectives import Collectives
 from worker.parallel.process_groups import PP_GROUP, WORLD, dp_group
 from worker.transport.base import finish, real_view
@@ -268,12 +269,17 @@ class ModelUpdate:
         return UpdateResult(value, loss_scale=scale)
 
     def state(self) -> dict[str, Any]:
-        """Parameters, buffers and optimizer state by original name, of tensor-parallel ones this rank's shards. ValueError
-        for optimizer state that cannot be split so."""
+        """Parameters, buffers and optimizer state by original name, of tensor-parallel ones this rank's shards, and of the
+        optimizer's state its `partitions`. ValueError for optimizer state that cannot be split so."""
         state = self._own_state()
         if self._shards is not None:
-            self._shards.check_state(state)
+            self._shards.check_state(state["optimizer"], self.updated)
         return state
+
+    @property
+    def partitions(self) -> Mapping[str, FlatRun]:
+        """The elements of which this rank has the optimizer's state, by name of a parameter; none without ZeRO-1."""
+        return {}
 
     def _own_state(self) -> dict[str, Any]:
         names = self._optimized_names()

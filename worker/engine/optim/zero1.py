@@ -23,12 +23,9 @@ from worker.contract.buckets import BUCKET_BYTES
 from worker.engine.lanes.base import Finish, chain_finish
 from worker.engine.local_stages import LocalStages
 from worker.engine.optim.reduce_and_step import ModelUpdate, UpdateSettings
+from worker.parallel.chunks import STEP_KEY, FlatRun
 from worker.parallel.collectives import Collectives
 from worker.transport.base import finish
-
-# The state of torch's optimizers that is one number for a whole parameter, also for one that is a single number.
-_STEP_KEY = "step"
-
 
 ALIGNED_ELEMENTS = 128
 """Partitions of so many elements and more begin at multiples of it: kernels and NCCL move vectors of aligned tensors."""
@@ -48,8 +45,14 @@ class FlatPartition:
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """This worker's partition of a vector [elements]: a view."""
-        length = self.length(flat.numel())
-        return flat[min(self.worker * length, flat.numel()) : min((self.worker + 1) * length, flat.numel())]
+        return self.run(flat).of(flat)
+
+    def run(self, tensor: torch.Tensor) -> FlatRun:
+        """The elements of a tensor that are in this worker's partition."""
+        elements = tensor.numel()
+        length = self.length(elements)
+        begin, end = (min(worker * length, elements) for worker in (self.worker, self.worker + 1))
+        return FlatRun(begin, end, tuple(tensor.shape))
 
     def all_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """All partitions of a tensor, [workers, length], padded with zeros."""
@@ -95,13 +98,8 @@ def partition_state_entry(
     }
 
 
-def elementwise_keys(entry: Mapping[str, Any], own: torch.Tensor) -> list[str]:
-    """The keys of a partition's optimizer state whose values have one number per element."""
-    return [key for key, value in entry.items() if _is_elementwise(key, value, own)]
-
-
 def _is_elementwise(key: str, value: Any, parameter: torch.Tensor) -> bool:
-    return key != _STEP_KEY and isinstance(value, torch.Tensor) and value.shape == parameter.shape
+    return key != STEP_KEY and isinstance(value, torch.Tensor) and value.shape == parameter.shape
 
 
 def make_update(
@@ -147,15 +145,12 @@ class Zero1Update(ModelUpdate):
                 if not self.collectives.is_muted:  # else those of others are no values of theirs
                     parameter.copy_(whole.view_as(parameter))
 
-    def _own_state(self) -> dict[str, Any]:
-        """The state as without ZeRO-1, for which all dp ranks must ask at the same time; the gathered optimizer state is in
-        host memory, and only on the first of them."""
-        own = super()._own_state()
-        return {**own, "optimizer": self._gathered_state(own["optimizer"])}
+    @property
+    def partitions(self) -> Mapping[str, FlatRun]:
+        return {name: self._parts.run(self.parameters[name]) for name in self.updated}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take over a state as without ZeRO-1: `state` has whole entries of the optimizer, of which this rank takes its
-        partitions."""
+        """Take over a state; it has whole entries of the optimizer, of which this rank takes its partitions, or these."""
         parts = {
             name: partition_state_entry(entry, self.parameters[name], self._parts)
             for name, entry in state["optimizer"].items()
@@ -213,24 +208,7 @@ class Zero1Update(ModelUpdate):
         """Make the gradient of this worker's partition a view of that of the parameter."""
         self._own[parameter].grad = self._parts.of(parameter.grad.reshape(-1))
 
-    # STEP, and checkpoints
-
-    @torch.no_grad()
-    def _gathered_state(self, own: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        leads = self._parts.worker == 0
-        gathered = {name: dict(entry) for name, entry in own.items()} if leads else {}
-        vectors = {
-            (name, key): own[name][key]
-            for name in own
-            for key in elementwise_keys(own[name], self.updated[name])
-        }
-        for places in keys_by_bucket(vectors, {place: self.parameters[place[0]] for place in vectors}):
-            sizes = [self.parameters[name].numel() for name, _ in places]
-            wholes = self._gather([vectors[place] for place in places], sizes)
-            for (name, key), whole in zip(places, wholes, strict=True):
-                if leads:
-                    gathered[name][key] = whole.view(self.parameters[name].shape).to("cpu", copy=True)
-        return gathered
+    # STEP
 
     def _gather(self, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> Iterator[torch.Tensor]:
         """All-gather vectors of `sizes` elements from the partitions of every dp rank; yields each in turn."""

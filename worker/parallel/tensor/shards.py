@@ -92,13 +92,15 @@ class TensorParallelShards:
             for gradient, part in zip(replicated, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
+    def check_state(
+        self, optimizer: Mapping[str, Mapping[str, Any]], updated: Mapping[str, torch.Tensor]
+    ) -> None:
         """ValueError for optimizer state of which nobody can tell which slice of the whole a rank has: a value of a split
-        parameter that is no single number and has not the shape of the rank's shard."""
-        for name, entry in state["optimizer"].items():
+        parameter that is no single number and has not the shape of what the rank updates of it (`updated`)."""
+        for name, entry in optimizer.items():
             if name not in self._splits:
                 continue
-            parameter = state["parameters"][name]
+            parameter = updated[name]
             for key, value in entry.items():
                 if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:
                     raise ValueError(

@@ -66,16 +66,31 @@ def trained(
 
 def state_of(pipeline):
     """What all workers of all meshes have, worker by worker, and what a checkpoint would hold."""
-    states = pipeline.each(lambda key, engine: copy.deepcopy(engine.state()))
+    states = pipeline.each(lambda key, engine: (copy.deepcopy(engine.state()), engine.partitions))
     merged = {"parameters": {}, "buffers": {}, "optimizer": {}, "optimizer_groups": [], "lr_schedule": None}
-    for (_, worker), state in sorted(states.items()):
+    for (_, worker), (state, partitions) in sorted(states.items(), key=lambda one: one[0]):
         for name, value in state["parameters"].items():
             assert worker == 0 or torch.equal(merged["parameters"].get(name, value), value), name
         if worker == 0:
-            for kind in ("parameters", "buffers", "optimizer"):
+            for kind in ("parameters", "buffers"):
                 merged[kind].update(state[kind])
             merged["optimizer_groups"] += state["optimizer_groups"]
+        for name, entry in state["optimizer"].items():
+            if worker == 0 and name not in partitions:
+                merged["optimizer"][name] = entry
+            elif name in partitions:
+                join_partition(merged["optimizer"].setdefault(name, {}), entry, partitions[name])
     return merged
+
+
+def join_partition(whole, entry, run):
+    """Put a worker's partition of a parameter's optimizer state in its place."""
+    for key, value in entry.items():
+        if key == "step" or not isinstance(value, torch.Tensor) or value.shape != (run.end - run.begin,):
+            whole.setdefault(key, value)
+            continue
+        joined = whole.setdefault(key, torch.full(run.shape, torch.nan, dtype=value.dtype))
+        joined.view(-1)[run.begin : run.end] = value
 
 
 def kept(pipeline):
