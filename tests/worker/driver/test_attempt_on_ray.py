@@ -120,7 +120,7 @@ def test_a_worker_that_dies_in_native_code_is_told_as_that_with_its_action_and_l
     last = plane.reports[-1]
     assert last["reason"] == "WORKER_LOST"
     assert re.search(
-        r"step (\d+): worker 0 of mesh m1 is gone.* native code \(Segmentation fault\) in 1F[01] of step (\d+)",
+        r"step (\d+): worker 0 of mesh m1 on node .* is gone.* native code \(Segmentation fault\) in 1F[01] of step (\d+)",
         last["message"],
     ), last["message"]
     assert set(Path(tempfile.gettempdir()).glob("slotline-*.doing")) <= left_before

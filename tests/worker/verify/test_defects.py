@@ -10,6 +10,7 @@ import torch
 
 from tests.tiers import some_by_day
 from tests.worker.verify.proving import gpt, pictures, proof_of
+from worker.actor import loaded
 from worker.engine import stage as stage_module
 from worker.engine.autograd import WeightBackward
 from worker.engine.engine import Engine
@@ -19,7 +20,6 @@ from worker.engine.stage_io import StageTensors
 from worker.model.rng import RandomState
 from worker.model.stages import StageBuilder
 from worker.transport.gloo import GlooTransport
-from worker.verify.local_gang import LoadedWorker
 
 SPLIT = {"schedule": "zb-h1"}
 
@@ -129,12 +129,15 @@ def optimizer_group_lost(monkeypatch):
     """The optimizer of mesh m1 is given all its parameters but the last ones."""
 
     def make(original):
-        def make_optimizer(self, parameters):
-            return original(self, parameters[:-2] if self.mesh == "m1" else parameters)
+        def optimizer_of(stages, make_optimizer, device):
+            def of_fewer(parameters, names):
+                return make_optimizer(parameters[:-2], names[:-2])
 
-        return make_optimizer
+            return original(stages, of_fewer if 1 in stages else make_optimizer, device)
 
-    around(monkeypatch, LoadedWorker, "_make_optimizer", make)
+        return optimizer_of
+
+    around(monkeypatch, loaded, "optimizer_of", make)
     return gpt(), r"step 1: after STEP on m1, '.*' did not change"
 
 
