@@ -21,7 +21,7 @@ from worker.contract.job import AUTO, Lengths
 from worker.data.dataset import IndexedSource, SampleOrder, StreamSource
 from worker.data.sampler import input_names, sample_row
 
-MAX_AUTO_BUCKETS = 6
+MAX_AUTO_BUCKETS = 8
 MAX_READ_SAMPLES = 20_000
 """Samples that are read before training where buckets are chosen and the data set tells no lengths."""
 _CANDIDATES = 64
