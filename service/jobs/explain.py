@@ -34,6 +34,7 @@ from service.store.measurements import (
     find_all_costs,
     find_step,
     find_timeline,
+    has_unequal_lengths,
     profiled_attempt_steps,
     scoped_costs_digest,
 )
@@ -89,6 +90,7 @@ async def explain_step(service: Service, job_id: str, step: int | None, run: Run
         costs=costs,
         notes=tuple(notes),
         calibrated_by=calibrated_by,
+        has_unequal_lengths=has_unequal_lengths(spec),
     )
     explanation = await run(service.planner.explain(stored))
     explained_step = None if measured is None else measured[0].step

@@ -30,7 +30,7 @@ from service.spec.job import JobSpec
 from service.spec.principals import Principal
 from service.store.database import utc_now
 from service.store.files import KEEP_PLANS_DAYS
-from service.store.measurements import model_key, past_runs
+from service.store.measurements import has_unequal_lengths, model_key, past_runs
 from service.store.plans import (
     NewSavedPlan,
     TooManySavedPlansError,
@@ -120,7 +120,7 @@ async def _forecast(
     service: Service, job: Mapping[str, Any], caller: Principal, plan: str, cluster: str
 ) -> dict[str, Any] | None:
     """JSON of a ForecastView of what the attempts of the same model, or else of any, made of their plans on such
-    accelerators; None where these are too few."""
+    accelerators; None where these are too few. Jobs with data.lengths stand apart: their steps are shorter than planned."""
     capacity = service.clusters.of(cluster).watcher.capacity
     kind = None if capacity is None else usual_kind(job, capacity)
     step_s, peak_bytes = await asyncio.to_thread(planned_values, plan)
@@ -132,7 +132,8 @@ async def _forecast(
         )
     model = model_key(job, caller.name, cluster)
     own = [run for run in runs if run.model == model]
-    like, chosen = ("this model", own) if len(own) >= FEWEST_RUNS else ("these accelerators", runs)
+    others = [] if has_unequal_lengths(job) else [run for run in runs if not run.shorter]
+    like, chosen = ("this model", own) if len(own) >= FEWEST_RUNS else ("these accelerators", others)
     expected_s = forecast(step_s, [run.step for run in chosen])
     if expected_s is None:
         return None

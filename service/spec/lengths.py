@@ -41,8 +41,8 @@ class LengthsSection(SpecPart):
     )
     buckets: Annotated[Literal["auto"] | list[int], BeforeValidator(_check_buckets)] = Field(
         default="auto",
-        description="Lengths in ascending order, the last one for the longest sample; auto: up to six, by the lengths of "
-        "all samples",
+        description="Lengths in ascending order, the last one for the longest sample; auto: up to eight, by the lengths of "
+        "all samples, which a stream does not tell",
     )
     pad: Annotated[int, Field(ge=-(2**31), lt=2**31)] = Field(
         default=0,

@@ -28,7 +28,7 @@ from sqlalchemy.orm import defer
 from service.settings.clusters import DEFAULT_CLUSTER
 from service.spec.principals import ANONYMOUS
 from service.store.database import upsert
-from service.store.tables import AttemptRow, EvaluationRow, ProfileRow, SlotRow, StepRow, TimelineRow
+from service.store.tables import AttemptRow, EvaluationRow, JobRow, ProfileRow, SlotRow, StepRow, TimelineRow
 from worker.contract.costs import LINK_CACHE_S
 
 StepCursor = tuple[int, int]
@@ -174,9 +174,17 @@ def _model_prefix(spec: Mapping[str, Any], owner: str, cluster: str) -> str:
     return f"model {model_key(spec, owner, cluster)} "
 
 
+def has_unequal_lengths(spec: Mapping[str, Any]) -> bool:
+    """True for a job (JobSpec JSON) whose plan takes microbatches for the longest, and whose steps have shorter ones."""
+    lengths = (spec.get("data") or {}).get("lengths")
+    return lengths is not None and (lengths["buckets"] == "auto" or len(lengths["buckets"]) > 1)
+
+
 def model_key(spec: Mapping[str, Any], owner: str, cluster: str) -> str:
-    """A digest that is equal for jobs (JSON of JobSpecs) of one model and code of an owner on a cluster."""
+    """A digest that is equal for jobs (JSON of JobSpecs) of one model and code of an owner on a cluster; with data.lengths
+    of the same data too, whose lengths make the steps."""
     parts = [spec.get("model"), spec.get("code"), *(spec[name] for name in ("env",) if spec.get(name))]
+    parts += [spec["data"]] if has_unequal_lengths(spec) else []
     parts += [{"owner": owner}] if owner else []
     parts += [] if cluster == DEFAULT_CLUSTER else [{"cluster": cluster}]
     text = json.dumps(parts, sort_keys=True, default=str)
@@ -335,11 +343,13 @@ async def record_planned(
 
 
 class PastRun(NamedTuple):
-    """Measured over planned values of an attempt, and its `model_key`; `peak` is None where memory was not measured."""
+    """Measured over planned values of an attempt, and its `model_key`; `peak` is None where memory was not measured.
+    `shorter`: its steps were shorter than planned, by the lengths of their microbatches."""
 
     model: str
     step: float
     peak: float | None
+    shorter: bool
 
 
 _PAST_RUNS, _PAST_STEPS, _FEWEST_PAST_STEPS = 60, 20, 5
@@ -350,7 +360,8 @@ async def past_runs(
 ) -> list[PastRun]:
     """The newest attempts on such accelerators that trained by a plan, with the median of their last steps."""
     query = (
-        select(AttemptRow)
+        select(AttemptRow, JobRow.spec)
+        .join(JobRow, JobRow.id == AttemptRow.job_id)
         .options(defer(AttemptRow.log))
         .where(
             AttemptRow.cluster == cluster,
@@ -362,7 +373,7 @@ async def past_runs(
         .limit(_PAST_RUNS)
     )
     runs = []
-    for attempt in (await session.execute(query)).scalars().all():
+    for attempt, spec in (await session.execute(query)).all():
         last_steps = (
             select(StepRow.step_s)
             .where(StepRow.job_id == attempt.job_id, StepRow.attempt == attempt.number, StepRow.step_s > 0)
@@ -378,6 +389,7 @@ async def past_runs(
                 attempt.model_key or "",
                 statistics.median(steps) / attempt.planned_step_s,
                 peak / planned if peak and planned else None,
+                has_unequal_lengths(spec),
             )
         )
     return runs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,38 @@ class TextsWithLengths(Texts):
     def __init__(self, wrong: int | None = None, **arguments: Any):
         super().__init__(**arguments)
         self.lengths = [text_length(index, self._longest) + (index == wrong) for index in range(len(self))]
+
+
+class TextStream:
+    """The texts one after the other, in another order each epoch, which is told."""
+
+    def __init__(self, samples: int = 45, longest: int = LONGEST):
+        self._texts, self._epoch, self._at = Texts(samples, longest), 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        order = np.random.default_rng([7, self._epoch]).permutation(len(self._texts))
+        while self._at < len(order):
+            self._at += 1
+            yield self._texts[int(order[self._at - 1])]
+        self._at = 0
+
+
+class StatefulTextStream(TextStream):
+    """Goes to a place by itself."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self._at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._at = state["at"]
+
+
+def streamed_texts(samples: int = 45, longest: int = LONGEST) -> Iterator[Any]:
+    """The texts as a generator, which can be run once only."""
+    yield from TextStream(samples, longest)
 
 
 def unequal_job(

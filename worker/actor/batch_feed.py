@@ -230,14 +230,13 @@ class Batches:
     def _first_samples(self, *, again: bool) -> str:
         order, source = self._microbatches.order, self._source
         first, count = order.first_step - 1, min(order.size, _FINGERPRINT_SAMPLES)
+        if again:
+            self._microbatches.forget_first_samples()
         if self.examples:  # the lengths of a step are to be the same everywhere
-            source.end_step(first)
             whole = BatchSlice(0, 1)
             rows = [self._microbatches.read(first, m, whole).rows for m in range(order.microbatches)]
         elif order.data.collate is not None:
             rows = [self._microbatches.read(first, 0, BatchSlice(0, 1)).rows]
-        elif again and isinstance(source, StreamSource):
-            rows = [self._microbatches.stack_samples(source.first_samples_again(count)).rows]
         else:
             rows = [self._microbatches.stack_samples(source.rows(first, 0, 0, count)).rows]
         if isinstance(source, IndexedSource) and order.data.collate is None and not self.examples:

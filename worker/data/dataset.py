@@ -176,6 +176,15 @@ class Source(Protocol):
     def rows(self, step: int, microbatch: int, first: int, count: int) -> list[Any]:
         """The samples `first` to `first + count` of a microbatch. Errors name the sample."""
 
+    def batch(self, step: int) -> list[Any]:
+        """All samples of a step."""
+
+    def numbers(self, step: int) -> list[int]:
+        """The index of each sample of a step; of a stream its place, counted over all epochs."""
+
+    def forget_first_samples(self) -> None:
+        """Have the first samples read anew where they are asked for again; of a stream, from one that is made once more."""
+
     def end_step(self, step: int) -> None:
         """No more rows of this step are wanted."""
 
@@ -210,11 +219,19 @@ class IndexedSource:
         )
 
     def rows(self, step: int, microbatch: int, first: int, count: int) -> list[Any]:
-        self._check_not_past_end(step)
+        self.check_not_past_end(step)
         indices = self._sampler.indices(step, microbatch)[first : first + count]
         return [self.example(step, index) for index in indices]
 
-    def _check_not_past_end(self, step: int) -> None:
+    def batch(self, step: int) -> list[Any]:
+        self.check_not_past_end(step)
+        return [self.example(step, index) for index in self.numbers(step)]
+
+    def numbers(self, step: int) -> list[int]:
+        return [index for m in range(self._sampler.microbatches) for index in self._sampler.indices(step, m)]
+
+    def check_not_past_end(self, step: int) -> None:
+        """DataEndedError where data that stops at its end has too few samples for this step."""
         order = self._order
         if step < order.first_step:
             return
@@ -237,6 +254,9 @@ class IndexedSource:
                 f"sample {index} of data {name} raised {type(error).__name__}: {error}"
             ) from error
         return select_fields(sample, self._order.data)
+
+    def forget_first_samples(self) -> None:
+        """Nothing is held."""
 
     def end_step(self, step: int) -> None:
         """Nothing is held."""
@@ -277,9 +297,15 @@ class StreamSource:
             found = stream.take(count)
         return [select_fields(sample, self._order.data) for sample in found]
 
-    def first_samples_again(self, count: int) -> list[Any]:
-        """The first samples, of the stream made once more."""
-        return [select_fields(sample, self._order.data) for sample in self._new().take(count)]
+    def batch(self, step: int) -> list[Any]:
+        return self.rows(step, 0, 0, self._order.global_batch)
+
+    def numbers(self, step: int) -> list[int]:
+        begin = self._order.begin(step) if step >= self._order.first_step else 0
+        return list(range(begin, begin + self._order.global_batch))
+
+    def forget_first_samples(self) -> None:
+        self._head = []
 
     def end_step(self, step: int) -> None:
         """Pass over what is others', and note the place."""

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from worker.contract.profile import FactoryError
-from worker.data.dataset import SampleOrder, Source, is_stream, make_collator, make_dataset, make_source
-from worker.data.padding import LengthSource
+from worker.data.dataset import SampleOrder, Source, make_collator, make_source
+from worker.data.padding import LengthGroups
 from worker.data.sampler import collate, input_names, sample_row
 from worker.model.pytree import Target, Targets, named_leaves, target_tensors
 from worker.model.rng import derive_seed, seeded
@@ -47,13 +46,17 @@ class Microbatches:
 
     def __init__(self, order: SampleOrder, *, own_loss: bool, with_inputs: bool = False, dataset: Any = None):
         self._own_loss, self._with_inputs = own_loss, with_inputs
-        self._lengths: LengthSource | None = None
+        self._lengths: LengthGroups | None = None
+        if order.data.lengths is not None and order.data.collate is not None:
+            raise ValueError(
+                "data has lengths and collate, which both make microbatches of samples: leave out one of them"
+            )
+        self.source: Source = make_source(order, dataset)
         if order.data.lengths is not None:
-            self._lengths = _length_source(order, dataset)
+            self._lengths = LengthGroups(order, self.source)
             order = self._lengths.order
         self.order = order
         """With data.lengths with the buckets that were chosen."""
-        self.source: Source = self._lengths or make_source(order, dataset)
         self._collator = make_collator(order.data)
 
     def read(self, step: int, microbatch: int, part: BatchSlice) -> ReadMicrobatch:
@@ -70,7 +73,7 @@ class Microbatches:
         else:
             read = self._collated(step, microbatch, slice(first, first + share))
         if microbatch == self.order.microbatches - 1:
-            self.source.end_step(step)
+            (self._lengths or self.source).end_step(step)
         return read
 
     @property
@@ -85,34 +88,38 @@ class Microbatches:
     def examples(self, step: int, part: BatchSlice) -> dict[int, ReadMicrobatch]:
         """A worker's rows of a microbatch of `step` for each bucket, padded or cut to it: of one that it holds, where there
         is one."""
-        source, share = self._lengths, self.order.size // part.workers
+        groups, share = self._lengths, self.order.size // part.workers
         rows = slice(part.worker * share, (part.worker + 1) * share)
-        own = [source.bucket(step, microbatch) for microbatch in range(self.order.microbatches)]
+        own = [groups.bucket(step, microbatch) for microbatch in range(self.order.microbatches)]
         found = {}
-        for bucket in source.buckets:
+        for bucket in groups.buckets:
             held = [microbatch for microbatch, padded in enumerate(own) if padded <= bucket]
             found[bucket] = self._padded(step, held[-1] if held else 0, rows, bucket)
-        source.end_step(step)
+        groups.end_step(step)
         return found
 
     def padded_twice(self, step: int, part: BatchSlice) -> list[ReadMicrobatch]:
         """A worker's rows of the shortest microbatch of `step`, padded to its bucket and to the longest; none where these
         are one."""
-        source, share = self._lengths, self.order.size // part.workers
-        if self._lengths is None or source.bucket(step, 0) == source.buckets[-1]:
+        groups, share = self._lengths, self.order.size // part.workers
+        if groups is None or groups.bucket(step, 0) == groups.buckets[-1]:
             return []
         rows = slice(part.worker * share, (part.worker + 1) * share)
         found = [
-            self._padded(step, 0, rows, bucket) for bucket in (source.bucket(step, 0), source.buckets[-1])
+            self._padded(step, 0, rows, bucket) for bucket in (groups.bucket(step, 0), groups.buckets[-1])
         ]
-        source.end_step(step)
+        groups.end_step(step)
         return found
 
+    def forget_first_samples(self) -> None:
+        """Have the first samples read anew where they are asked for again."""
+        (self._lengths or self.source).forget_first_samples()
+
     def _padded(self, step: int, microbatch: int, own: slice, bucket: int) -> ReadMicrobatch:
-        source, count = self._lengths, own.stop - own.start
-        samples = source.rows(step, microbatch, own.start, count)
-        read = self.stack_samples([source.padding.fit(sample, bucket) for sample in samples])
-        tokens = sum(source.sample_lengths(step, microbatch, own.start, count))
+        groups, count = self._lengths, own.stop - own.start
+        samples = groups.rows(step, microbatch, own.start, count)
+        read = self.stack_samples([groups.padding.fit(sample, bucket) for sample in samples])
+        tokens = sum(groups.sample_lengths(step, microbatch, own.start, count))
         return replace(read, bucket=bucket, tokens=tokens)
 
     def stack_samples(self, samples: list[Any]) -> ReadMicrobatch:
@@ -153,19 +160,3 @@ class Microbatches:
                     f"data.collate {name} returned {shape} as {what} for {size} samples: return tensors with a row for each"
                 )
         return ReadMicrobatch((tuple(tensor[own] for tensor in inputs), targets[own]), names)
-
-
-def _length_source(order: SampleOrder, dataset: Any) -> LengthSource:
-    """Raises FactoryError for a stream, ValueError for a job's own collator."""
-    if dataset is None:
-        dataset = make_dataset(order.data, seed=order.seed)
-    if is_stream(dataset):
-        raise FactoryError(
-            f"data {order.data.factory!r} is a stream, and data.lengths sorts the samples of a step, which are asked for by "
-            "index: return a map-style data set, or pad all samples to one length and leave data.lengths out"
-        )
-    if order.data.collate is not None:
-        raise ValueError(
-            "data has lengths and collate, which both make microbatches of samples: leave out one of them"
-        )
-    return LengthSource(order, dataset)

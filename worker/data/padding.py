@@ -1,9 +1,9 @@
-"""LengthSource and Padding: samples of unequal lengths in microbatches of like length, each padded to one bucket.
+"""LengthGroups and Padding: samples of unequal lengths in microbatches of like length, each padded to one bucket.
 
 A step has the samples that its SampleOrder gives it; sorted by length (ties by position) they are cut into microbatches of
 equally many rows. Every worker does so for itself, from the samples alone: no bucket is sent, and a resume needs none.
-A data set with `lengths` (one of each sample, by index) is asked for those; of another each worker reads all samples of a
-step, the other ranks' too. Knows no models.
+A data set with `lengths` (one of each sample, by index) is asked for those; of another, and of a stream, each worker reads
+all samples of a step, the other ranks' too. Knows no models.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from worker.contract.job import AUTO, Lengths
-from worker.data.dataset import IndexedSource, SampleOrder
+from worker.data.dataset import IndexedSource, SampleOrder, StreamSource
 from worker.data.sampler import input_names, sample_row
 
-MAX_AUTO_BUCKETS = 6
+MAX_AUTO_BUCKETS = 8
 MAX_READ_SAMPLES = 20_000
 """Samples that are read before training where buckets are chosen and the data set tells no lengths."""
 _CANDIDATES = 64
@@ -161,28 +161,32 @@ class _GroupedStep:
     lengths: Sequence[int]
 
 
-class LengthSource(IndexedSource):
-    """An indexed data set whose samples have unequal lengths; see Source. `order` has the buckets that were chosen.
+class LengthGroups:
+    """The samples of each step of `source`, whose lengths are unequal, in microbatches. `order` has the buckets that were
+    chosen.
 
     Raises ValueError where buckets cannot be chosen.
     """
 
-    def __init__(self, order: SampleOrder, dataset: Any):
-        super().__init__(order, dataset)
-        table = getattr(dataset, "lengths", None)
-        self._table = table if hasattr(table, "__getitem__") and hasattr(table, "__len__") else None
-        if self._table is not None and len(self._table) != self.samples:
+    def __init__(self, order: SampleOrder, source: IndexedSource | StreamSource):
+        self._source = source
+        self._table = _length_table(source)
+        if self._table is not None and len(self._table) != source.samples:
             raise ValueError(
-                f"data {order.data.factory!r} has {self.samples} samples and {len(self._table)} lengths: give one of each"
+                f"data {order.data.factory!r} has {source.samples} samples and {len(self._table)} lengths: give one of each"
             )
-        first = [self.example(order.first_step - 1, index) for index in self._indices(order.first_step - 1)]
         self.padding = Padding.of(
-            first, order.data.lengths, ignored=order.ignored_target, data=order.data.factory
+            source.batch(order.first_step - 1),
+            order.data.lengths,
+            ignored=order.ignored_target,
+            data=order.data.factory,
         )
         if order.data.lengths.buckets == AUTO:
-            chosen = replace(order.data.lengths, buckets=choose_buckets(self._all_lengths()))
+            chosen = replace(
+                order.data.lengths, buckets=choose_buckets(self._all_lengths(order.data.factory))
+            )
             order = replace(order, data=replace(order.data, lengths=chosen))
-        self.order = self._order = order
+        self.order = order
         self._grouped: _GroupedStep | None = None
 
     @property
@@ -191,7 +195,7 @@ class LengthSource(IndexedSource):
         return self.order.data.lengths.buckets
 
     def rows(self, step: int, microbatch: int, first: int, count: int) -> list[Any]:
-        self._check_not_past_end(step)
+        """The samples `first` to `first + count` of a microbatch, as long as they are."""
         grouped = self._group(step)
         return [self._sample(grouped, at) for at in grouped.groups[microbatch][first : first + count]]
 
@@ -205,7 +209,7 @@ class LengthSource(IndexedSource):
         holds. No sample is read."""
         if self._table is None:
             return ()
-        lengths = [int(self._table[index]) for index in self._indices(step)]
+        lengths = [int(self._table[index]) for index in self._source.numbers(step)]
         if max(lengths) > self.buckets[-1]:
             return ()
         return tuple(self._bucket_of(lengths, group) for group in self._groups(lengths))
@@ -226,13 +230,20 @@ class LengthSource(IndexedSource):
         return [grouped.lengths[at] for at in grouped.groups[microbatch][first : first + count]]
 
     def end_step(self, step: int) -> None:
+        """No more rows of this step are wanted."""
         self._grouped = None
+        self._source.end_step(step)
+
+    def forget_first_samples(self) -> None:
+        """Have the first samples read anew where they are asked for again."""
+        self._grouped = None
+        self._source.forget_first_samples()
 
     def _sample(self, grouped: _GroupedStep, at: int) -> Any:
         if grouped.samples is not None:
             return grouped.samples[at]
-        index = self._indices(grouped.step)[at]
-        sample = self.example(grouped.step, index)
+        index = self._source.numbers(grouped.step)[at]
+        sample = self._source.example(grouped.step, index)
         if (length := self.padding.length(sample)) != grouped.lengths[at]:
             raise ValueError(
                 f"sample {index} of data {self.order.data.factory!r} has length {length}, and its `lengths` say "
@@ -243,34 +254,44 @@ class LengthSource(IndexedSource):
     def _group(self, step: int) -> _GroupedStep:
         if self._grouped is not None and self._grouped.step == step:
             return self._grouped
-        indices, samples = self._indices(step), None
+        samples = None
         if self._table is None:
-            samples = [self.example(step, index) for index in indices]
+            samples = self._source.batch(step)
             lengths = [self.padding.length(sample) for sample in samples]
         else:
-            lengths = [int(self._table[index]) for index in indices]
-        for index, length in zip(indices, lengths, strict=True):
+            self._source.check_not_past_end(step)
+            lengths = [int(self._table[index]) for index in self._source.numbers(step)]
+        for number, length in zip(self._source.numbers(step), lengths, strict=True):
             if length > self.buckets[-1]:
                 raise ValueError(
-                    f"sample {index} of data {self.order.data.factory!r} has length {length:,}, and the largest of "
+                    f"sample {number} of data {self.order.data.factory!r} has length {length:,}, and the largest of "
                     f"data.lengths.buckets is {self.buckets[-1]:,}: add a bucket for it, or have the data set cut samples"
                 )
         self._grouped = _GroupedStep(step, samples, self._groups(lengths), lengths)
         return self._grouped
 
-    def _indices(self, step: int) -> list[int]:
-        return [index for m in range(self._sampler.microbatches) for index in self._sampler.indices(step, m)]
-
-    def _all_lengths(self) -> list[int]:
-        if self._table is not None:
-            return [int(self._table[index]) for index in range(self.samples)]
-        if self.samples > MAX_READ_SAMPLES:
+    def _all_lengths(self, data: str) -> list[int]:
+        samples = self._source.samples
+        if samples is None:
             raise ValueError(
-                f"data.lengths.buckets is auto, which looks at all samples, and data {self._order.data.factory!r} has "
-                f"{self.samples:,}: write buckets, or give the data set an attribute `lengths` with one of each sample "
+                f"data.lengths.buckets is auto, which looks at all samples, and data {data!r} is a stream, whose later ones "
+                "nobody knows: write buckets, the last one for the longest sample, such as [64, 128, 256]"
+            )
+        if self._table is not None:
+            return [int(self._table[index]) for index in range(samples)]
+        if samples > MAX_READ_SAMPLES:
+            raise ValueError(
+                f"data.lengths.buckets is auto, which looks at all samples, and data {data!r} has "
+                f"{samples:,}: write buckets, or give the data set an attribute `lengths` with one of each sample "
                 f"(more than {MAX_READ_SAMPLES:,} are not read for it)"
             )
-        return [self.padding.length(self.example(0, index)) for index in range(self.samples)]
+        return [self.padding.length(self._source.example(0, index)) for index in range(samples)]
+
+
+def _length_table(source: IndexedSource | StreamSource) -> Any:
+    """The `lengths` of a data set with indices; None where it has none."""
+    table = getattr(source.dataset, "lengths", None) if isinstance(source, IndexedSource) else None
+    return table if hasattr(table, "__getitem__") and hasattr(table, "__len__") else None
 
 
 def _field_position(names: tuple[str, ...], wanted: str | None, sample: Any, data: str) -> int:

@@ -349,7 +349,10 @@ class Trainer:
         if self._job.data.lengths is None or self._keeps_plan(planned):
             return None
         if "step_planner" not in self._planner.answer:
-            why = "data.lengths has one bucket, or the data set no attribute `lengths` that tells them before they are read"
+            why = (
+                "data.lengths has one bucket, or the data is a stream or has no attribute `lengths`, which tells them "
+                "before they are read"
+            )
             if (schedule := self._job.pipeline.schedule) != AUTO:
                 why = f"pipeline.schedule is {schedule}, whose order stays; auto plans steps by their lengths"
             elif planned.slowdown > 1:

@@ -31,7 +31,8 @@ class StoredStep:
 
     `job` is its JobSpec's JSON, `plan` the text of its plan, `slots` the measured ones (none: nothing was measured
     under this plan), `step_s` the step's length, `costs` all measured costs of such jobs, where the store still has them,
-    `calibrated_by` the slots of the steps that give the costs of the running plan.
+    `calibrated_by` the slots of the steps that give the costs of the running plan. `has_unequal_lengths`: the job's plan
+    takes microbatches for the longest.
     """
 
     job: Mapping[str, Any]
@@ -41,6 +42,7 @@ class StoredStep:
     costs: Mapping[str, Any] | None
     notes: tuple[str, ...] = ()
     calibrated_by: Sequence[Sequence[SlotRecord]] = ()
+    has_unequal_lengths: bool = False
 
 
 def explain_step(expired: Callable[[], bool], stored: StoredStep) -> str:
@@ -57,7 +59,14 @@ def explain_step(expired: Callable[[], bool], stored: StoredStep) -> str:
         layers=_known_layers(stored, stage_starts),
         expired=lambda: expired() or time.monotonic() > until,
     )
-    explanation = replace(explanation, notes=(*stored.notes, *explanation.notes))
+    notes = [*stored.notes, *explanation.notes]
+    if explanation.measured is not None and stored.has_unequal_lengths and not plan.spec.length_buckets:
+        notes.append(
+            "the step ran by the job's plan, which takes all microbatches for the longest (data.lengths): its microbatches "
+            "were as long or shorter, so what it takes less than planned is theirs, and changes are tried for steps of such "
+            "lengths"
+        )
+    explanation = replace(explanation, notes=tuple(notes))
     return json.dumps(asdict(explanation), allow_nan=False)
 
 

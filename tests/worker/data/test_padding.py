@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.worker.unequal_texts import LONGEST, Texts, text_length, unequal_job
+from tests.worker.unequal_texts import LONGEST, Texts, TextStream, text_length, unequal_job
 from worker.actor.batch_feed import Batches
 from worker.contract.failures import AttemptFailure
 from worker.contract.job import Data, Job, Lengths
@@ -59,11 +59,17 @@ class Parts:
         return sample
 
 
-class Stream:
-    """Samples one after the other."""
+class InAnyOrder(TextStream):
+    """A stream in another order each time that it is made, which no seed gives."""
 
-    def __iter__(self) -> Any:
-        return iter(Texts())
+    made = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        InAnyOrder.made += 1
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(InAnyOrder.made)
 
 
 def microbatches(
@@ -158,6 +164,47 @@ def test_a_resume_and_another_worker_have_the_same_microbatches():
         assert again.bucket == read.bucket and torch.equal(again.rows[0][0], read.rows[0][0])
 
 
+def test_a_step_of_a_stream_has_its_next_samples_in_rows_of_like_length_and_each_worker_its_rows():
+    """The stream is read by hand: 45 samples an epoch, 30 a step."""
+    stream, following = TextStream(), []
+    for epoch in range(3):
+        stream.set_epoch(epoch)
+        following += list(stream)
+    readers = [
+        batches_of(job_of("tests.worker.unequal_texts:TextStream", {"buckets": [11, 37]}), worker, 2)
+        for worker in range(2)
+    ]
+    for step in range(1, 5):
+        samples = sorted(following[30 * step - 30 : 30 * step], key=lambda sample: len(sample[0]))
+        for m in range(5):
+            for worker, reader in enumerate(readers):
+                read, first = reader.read(step, m), 6 * m + 3 * worker
+                own = samples[first : first + 3]
+                assert read.bucket == (11 if len(samples[6 * m + 5][0]) <= 11 else 37)
+                assert read.tokens == sum(len(tokens) for tokens, _ in own)
+                for row, (tokens, _) in zip(read.rows[0][0], own, strict=True):
+                    padded = torch.nn.functional.pad(tokens, (0, read.bucket - len(tokens)))
+                    assert torch.equal(row, padded)
+        assert readers[0].buckets_of(step) == ()
+
+
+def test_a_stream_in_another_order_when_it_is_made_again_has_another_checksum():
+    lengths = {"buckets": [LONGEST]}
+    first, again = batches_of(job_of("tests.worker.unequal_texts:TextStream", lengths)).checksums()
+    assert first == again
+    first, again = batches_of(job_of(f"{__name__}:InAnyOrder", lengths)).checksums()
+    assert first != again
+
+
+def test_the_position_of_a_stream_is_known_once_the_last_microbatch_of_a_step_was_read():
+    batches = batches_of(job_of("tests.worker.unequal_texts:TextStream", {"buckets": [LONGEST]}))
+    for m in range(4):
+        batches.microbatch(1, m)
+    assert batches.position(2) is None
+    batches.microbatch(1, 4)
+    assert batches.position(2)["position"] == 30
+
+
 def test_a_table_of_lengths_makes_the_same_microbatches_and_reads_only_own_samples():
     class Counted(Texts):
         read = 0
@@ -243,7 +290,16 @@ def test_both_readings_of_the_first_samples_are_of_the_data_set():
             {"field": "ids"},
             "data.lengths.field is 'ids', and samples .* by position: leave it out",
         ),
-        (f"{__name__}:Stream", {}, "is a stream, and data.lengths sorts the samples of a step"),
+        (
+            "tests.worker.unequal_texts:TextStream",
+            {},
+            "buckets is auto, which looks at all samples, and data .* is a stream, .*: write buckets",
+        ),
+        (
+            "tests.worker.unequal_texts:TextStream",
+            {"buckets": [7, 11]},
+            r"sample 3 of data .* length 37, and the largest .* is 11: add",
+        ),
         (
             f"{__name__}:Parts",
             {"field": "ids"},

@@ -35,13 +35,11 @@ class PlainLoop:
         self.model = build_model(spec["model"]["factory"], spec["model"]["args"], seed=training["seed"])
         kinds = {"torch.optim:SGD": torch.optim.SGD}
         self._optimizer = kinds[of["factory"]](self.model.parameters(), **of["args"])
-        self._data = Texts()
-        self._sampler = BatchSampler(len(self._data), training["global_batch"], 1, seed=training["seed"])
         self.losses: list[float] = []
 
     def train(self, steps: range) -> PlainLoop:
         for step in steps:
-            samples = [self._data[index] for index in self._sampler.indices(step, 0)]
+            samples = self._samples(step)
             tokens = sum(len(target) for _, target in samples)
             self._optimizer.zero_grad()
             losses = [self._loss(part) / tokens for part in self._parts(samples)]
@@ -51,6 +49,11 @@ class PlainLoop:
             self._optimizer.step()
             self.losses.append(sum(loss.item() for loss in losses))
         return self
+
+    def _samples(self, step: int) -> list[Any]:
+        data, training = Texts(), self._training
+        sampler = BatchSampler(len(data), training["global_batch"], 1, seed=training["seed"])
+        return [data[index] for index in sampler.indices(step, 0)]
 
     def _parts(self, samples: list[Any]) -> list[Any]:
         """Each sample alone, as long as it is."""

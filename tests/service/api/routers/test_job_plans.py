@@ -341,6 +341,19 @@ async def test_a_plan_says_what_runs_like_it_made_of_their_plans(make_api: ApiMa
         assert (await foretold())["runs"] == 3, "of another model"
         told = await foretold(**other)
         assert (told["runs"], told["of"]) == (4, "these accelerators")
+        lengths = {
+            "data": {"factory": "data:Unequal", "lengths": {"buckets": [32, 64]}},
+            "training": {**OPEN["training"], "loss_reduction": "tokens"},
+            "loss": {"factory": "torch.nn:CrossEntropyLoss"},
+            "model": other["model"],
+        }
+        await trained(0.4, **lengths)
+        assert (await foretold(**other))["runs"] == 4, "its steps are shorter than planned, by their lengths"
+        assert await foretold(**lengths) is None, "others' steps are as long as planned"
+        for _ in range(2):
+            await trained(0.4, **lengths)
+        told = await foretold(**lengths)
+        assert (told["runs"], told["of"]) == (3, "this model") and told["step_s"]["high"] < 0.5 * step_s
         preview = JobPlanPreview.model_validate(
             (await api.client.post("/api/v1/plans/job", json=job_body(**OPEN))).json()
         )

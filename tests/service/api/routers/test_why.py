@@ -29,9 +29,11 @@ from worker.contract.costs import costs_digest
 NETWORK = {"contention": "link", "bandwidth_bytes_per_s": 1e7, "latency_s": 1e-4}
 
 
-async def trained(api: Api, world: World, *, begins: tuple[str, ...] = ("l0", "l4"), owner: str = "") -> str:
+async def trained(
+    api: Api, world: World, *, begins: tuple[str, ...] = ("l0", "l4"), owner: str = "", **changes: Any
+) -> str:
     """A job whose first attempt has a plan and a measured step 5 in that world."""
-    job_id = await api.started(pipeline={"stages": 2})
+    job_id = await api.started(pipeline={"stages": 2}, **changes)
     async with api.service.database.read() as session:
         spec = (await find_job(session, job_id)).spec
     count = spec["training"]["microbatches"]
@@ -117,6 +119,21 @@ async def test_a_healthy_job_accuses_nobody(api: Api):
     found = (await why(api, job_id, step=5)).json()
     assert found["causes"] == []
     assert "nothing is to blame" in found["verdict"].lower()
+
+
+@pytest.mark.parametrize(("buckets", "said"), [([32, 64], True), ("auto", True), ([64], False)])
+async def test_a_step_of_shorter_microbatches_is_not_compared_with_the_plan_of_the_longest_in_silence(
+    api: Api, buckets: Any, said: bool
+):
+    job_id = await trained(
+        api,
+        World(meshes={"m0": 0.5, "m1": 0.5}, noise=0.03),
+        data={"factory": "data:Unequal", "lengths": {"buckets": buckets}},
+        loss={"factory": "torch.nn:CrossEntropyLoss"},
+    )
+    found = (await why(api, job_id)).json()
+    assert found["measured"]["makespan_s"] < found["planned"]["makespan_s"]
+    assert any("takes all microbatches for the longest" in note for note in found["notes"]) == said
 
 
 async def test_why_and_the_plan_have_the_plan_calibrated_by_all_warm_steps(api: Api):
