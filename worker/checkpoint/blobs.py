@@ -12,7 +12,7 @@ import io
 import os
 import pickle
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 from typing import Any
@@ -102,6 +102,18 @@ def read_blobs(
             check_sha256(path, sha256, lambda blob=blob: hashlib.sha256(blob).hexdigest())
             yield number, load_value(path, io.BytesIO(blob))
         at = end
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same of mappings (as dicts), lists and tuples, with each tensor changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: map_tensors(entry, change) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        changed = [map_tensors(entry, change) for entry in value]
+        return changed if isinstance(value, list) else tuple(changed)
+    return value
 
 
 def load_value(path: str, file: Any, **options: Any) -> Any:

@@ -8,6 +8,7 @@ and what a shard has besides is in one blob of its own. JSON but for the blobs.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from fsspec import AbstractFileSystem
 
-from worker.checkpoint.blobs import BLOB_BYTES, Blob, read_blobs
+from worker.checkpoint.blobs import BLOB_BYTES, Blob, map_tensors, read_blobs
 from worker.contract.checkpoint_files import CheckpointError, shard_path
 from worker.parallel.chunks import STEP_KEY, FlatRun, chunks, copy_overlap, overlaps, pieces
 from worker.parallel.shard_spec import ShardSpec
@@ -146,7 +147,7 @@ def add_state(
             else:  # one for the whole parameter, as the number of its steps
                 entries["optimizer", name, key] = add_tensor(value, ShardSpec(name))
     rest = {part: value for part, value in state.items() if part not in PARTS_BY_NAME}
-    return entries, add(_on_cpu(rest)) if rest else None
+    return entries, add(map_tensors(rest, lambda tensor: _alone(tensor.detach()))) if rest else None
 
 
 def _alone(view: torch.Tensor) -> torch.Tensor:
@@ -155,30 +156,17 @@ def _alone(view: torch.Tensor) -> torch.Tensor:
     return own.clone() if own.untyped_storage().nbytes() != own.nbytes else own
 
 
-def _on_cpu(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return _alone(value.detach())
-    if isinstance(value, Mapping):
-        return {key: _on_cpu(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        changed = [_on_cpu(entry) for entry in value]
-        return changed if isinstance(value, list) else tuple(changed)
-    return value
-
-
 def merge_entries(groups: Sequence[Sequence[Mapping[EntryKey, Entry]]]) -> dict[EntryKey, Entry]:
     """The entries of a checkpoint of those of each mesh's shards, the first mesh's of what several have. CheckpointError
     names tensors of which some elements are in no shard."""
     merged: dict[EntryKey, Entry] = {}
     for shards in groups:
-        own: dict[EntryKey, Entry] = {}
+        own = defaultdict[EntryKey, list[Entry]](list)
         for entries in shards:
             for key, entry in entries.items():
-                before = own.setdefault(key, entry)
-                if before is not entry and isinstance(before, TensorEntry) and isinstance(entry, TensorEntry):
-                    own[key] = _joined(key, before, entry)
-        for key, entry in own.items():
-            merged.setdefault(key, entry)
+                own[key].append(entry)
+        for key, found in own.items():
+            merged.setdefault(key, _joined(key, found))
     lacking = [
         f"{entry.missing} of {math.prod(entry.shape)} elements of {' '.join(filter(None, key))}"
         for key, entry in merged.items()
@@ -191,16 +179,22 @@ def merge_entries(groups: Sequence[Sequence[Mapping[EntryKey, Entry]]]) -> dict[
     return merged
 
 
-def _joined(key: EntryKey, entry: TensorEntry, other: TensorEntry) -> TensorEntry:
-    if (entry.shape, entry.dtype) != (other.shape, other.dtype):
-        raise CheckpointError(
-            f"its shards have {' '.join(filter(None, key))} as {list(entry.shape)} {entry.dtype} and as "
-            f"{list(other.shape)} {other.dtype}"
-        )
-    known = {chunk.offsets for chunk in entry.chunks}
-    return TensorEntry(
-        entry.shape, entry.dtype, (*entry.chunks, *(c for c in other.chunks if c.offsets not in known))
-    )
+def _joined(key: EntryKey, found: Sequence[Entry]) -> Entry:
+    """The entry of what the shards of one mesh have of a value; of a chunk that several have, the first."""
+    first, tensors = found[0], [entry for entry in found if isinstance(entry, TensorEntry)]
+    if not isinstance(first, TensorEntry):
+        return first
+    for other in tensors:
+        if (first.shape, first.dtype) != (other.shape, other.dtype):
+            raise CheckpointError(
+                f"its shards have {' '.join(filter(None, key))} as {list(first.shape)} {first.dtype} and as "
+                f"{list(other.shape)} {other.dtype}"
+            )
+    by_offsets: dict[tuple[int, ...], Chunk] = {}
+    for entry in tensors:
+        for chunk in entry.chunks:
+            by_offsets.setdefault(chunk.offsets, chunk)
+    return TensorEntry(first.shape, first.dtype, tuple(by_offsets.values()))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from worker.checkpoint.blobs import load_value, naming_shard
+from worker.checkpoint.blobs import load_value, map_tensors, naming_shard
 from worker.checkpoint.chunked import PARTS_BY_NAME, Wanted
 from worker.contract.checkpoint_files import DamagedCheckpointError, check_sha256, check_size, shard_path
 from worker.parallel.chunks import STEP_KEY
@@ -162,11 +162,4 @@ def _read_shard(
 
 def _clone_tensors(value: Any) -> Any:
     """Copies, as tensors of a mapped file must not outlive it."""
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    if isinstance(value, Mapping):
-        return {key: _clone_tensors(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        changed = [_clone_tensors(entry) for entry in value]
-        return changed if isinstance(value, list) else tuple(changed)
-    return value
+    return map_tensors(value, torch.clone)
