@@ -46,8 +46,9 @@ def create_app(settings: Settings, serving: Callable[[], AbstractAsyncContextMan
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with contextlib.AsyncExitStack() as stack:
             try:
-                app.state.service = await stack.enter_async_context(serving())
-                app.state.sso = single_sign_on(settings, app.state.service.identity)
+                service = app.state.service = await stack.enter_async_context(serving())
+                stack.push_async_callback(service.shared_reads.close)
+                app.state.sso = single_sign_on(settings, service.identity)
             except Exception as error:
                 app.state.start_error = error  # for the command, which prints it in one line
                 raise

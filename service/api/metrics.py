@@ -32,15 +32,14 @@ from service.store.queues import ControlPlaneCounts, count_jobs_and_attempts
 
 
 async def scrape(service: Service, *, whole: bool) -> bytes:
-    """The text of one scrape, made once for all who scrape within _KEPT_S, unless this process commits something; with
-    single jobs of all projects, or only of the one that everybody is in."""
+    """The text of one scrape, made about every _EVERY_S for all who scrape; with single jobs of all projects, or only of the
+    one that everybody is in."""
     make = functools.partial(_scrape, service, whole=whole)
     kind = "metrics of all projects" if whole else "metrics"
-    return await service.shared_reads.read(kind, make, keep_s=_KEPT_S)
+    return await service.shared_reads.read(kind, make, every_s=_EVERY_S)
 
 
-_KEPT_S = 0.5
-"""Several Prometheus scrape at one moment; none more often than once in a second."""
+_EVERY_S = 1.0
 
 
 async def _scrape(service: Service, *, whole: bool) -> bytes:

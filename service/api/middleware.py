@@ -112,14 +112,21 @@ class JsonLimits:
 
 
 class UserRoute(APIRoute):
-    """A route of users: 401 before the body is read."""
+    """A route of users: 401 before the body is read. Who has had an answer to a request that changes something reads nothing
+    from before it (Database.changes)."""
+
+    counts_changes = True
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
 
         async def guarded(request: Request) -> Response:
             await _admit(self.admit, request)
-            return await handler(_LimitedJsonRequest(request, self.json_limits(request)))
+            try:
+                return await handler(_LimitedJsonRequest(request, self.json_limits(request)))
+            finally:
+                if self.counts_changes and request.method not in ("GET", "HEAD"):
+                    service_of(request.app).database.changes += 1
 
         return guarded
 
@@ -140,7 +147,9 @@ class PlanRoute(UserRoute):
 
 
 class DriverRoute(UserRoute):
-    """A route of drivers, who report thousands of slots at once."""
+    """A route of drivers, who report thousands of slots at once; what they move is counted with its transaction."""
+
+    counts_changes = False
 
     async def admit(self, request: Request) -> None:
         await auth.require_driver(request.path_params["attempt_id"], request, service_of(request.app))

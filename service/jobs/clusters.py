@@ -49,7 +49,7 @@ from worker.contract.job import METRICS_LINGER_S
 
 _NODES_NAMED = 20
 _LISTED_WAITING = 100
-_QUEUES_KEPT_S = 1.0  # about a round of the orchestrator, while this process commits nothing
+_QUEUES_EVERY_S = 1.0  # about a round of the orchestrator
 _HOST_AND_PORT = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>[0-9]{1,5})")
 
 
@@ -277,9 +277,9 @@ def _gang_meshes(accelerators: int, workers_per_mesh: int, heterogeneous: list[i
 
 async def list_queues(service: Service, projects: Collection[str] | None = None) -> QueueList:
     """Queues with quota, use, reasons of waiting, and the jobs of these `projects` (None: of all) that have the first turns.
-    Read once for all who ask at the same time, whatever the number of jobs that wait."""
+    Read about once a round of the orchestrator for all who ask, whatever the number of jobs that wait."""
     read = functools.partial(_read_queues, service)
-    queues = await service.shared_reads.read("queues", read, keep_s=_QUEUES_KEPT_S)
+    queues = await service.shared_reads.read("queues", read, every_s=_QUEUES_EVERY_S)
     return QueueList(items=[_queue_view(name, queues, service.settings, projects) for name in queues.quotas])
 
 

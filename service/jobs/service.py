@@ -30,6 +30,7 @@ from service.store.tables import EventRow
 from worker.contract.tasks import ExportRequest, RemovalResult
 
 Answer = TypeVar("Answer")
+MakeAnswer = Callable[[], Coroutine[Any, Any, Answer]]
 RunWork = Callable[[Coroutine[Any, Any, str]], Coroutine[Any, Any, str]]
 """Awaits a plan or an analysis, and may cancel it: routes do so when their caller disconnects."""
 
@@ -69,7 +70,7 @@ class Service:
     def __post_init__(self) -> None:
         self.submissions = SubmissionBatcher(self.database)
         self.feed = JobFeed(self.database)
-        self.shared_reads = SharedReads(commits=lambda: self.database.commits)
+        self.shared_reads = SharedReads(changes=lambda: self.database.changes)
 
     @property
     def cluster(self) -> ClusterWatcher:
@@ -78,54 +79,102 @@ class Service:
 
 
 class SharedReads:
-    """Makes an answer once for all who ask while another of its kind is made.
+    """Makes an answer once for all who ask, and anew every while as long as somebody goes on asking, so that they need not
+    wait for it.
 
-    Nobody gets one that was begun before they asked, so each has what was committed by then; and however many ask, one of
-    a kind is made at a time. An answer may be kept for a while, as long as this process commits nothing (`commits` counts).
+    Nobody gets an answer that was begun before the last change that they may know of (`changes` counts them, as
+    Database.changes does), and one of a kind is made at a time.
     """
 
     def __init__(
-        self, *, commits: Callable[[], int] = lambda: 0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._commits, self._clock = commits, clock
-        self._making: dict[str, asyncio.Task[Any]] = {}
-        self._next: dict[str, asyncio.Task[Any]] = {}
-        self._kept: dict[str, tuple[int, float, Any]] = {}
-
-    async def read(
-        self, kind: str, make: Callable[[], Coroutine[Any, Any, Answer]], *, keep_s: float = 0.0
-    ) -> Answer:
-        """The answer of `make`, or of a `make` of the same kind that begins from now on; or one that was begun `keep_s` ago
-        or later, with no commit since."""
-        if (kept := self._kept.get(kind)) is not None:
-            commits, begun_at, answer = kept
-            if commits == self._commits() and self._clock() - begun_at < keep_s:
-                return answer
-        if (task := self._next.get(kind)) is None:
-            if (before := self._making.get(kind)) is None:
-                task = self._making[kind] = asyncio.create_task(self._make(kind, make))
-            else:
-                task = self._next[kind] = asyncio.create_task(self._make(kind, make, behind=before))
-            task.add_done_callback(_retrieve_exception)
-        return await asyncio.shield(task)  # others wait for it too
-
-    async def _make(
         self,
-        kind: str,
-        make: Callable[[], Coroutine[Any, Any, Answer]],
         *,
-        behind: asyncio.Task[Any] | None = None,
-    ) -> Answer:
-        if behind is not None:
-            await asyncio.wait([behind])
-            self._making[kind] = self._next.pop(kind)
-        commits, begun_at = self._commits(), self._clock()
-        try:
-            answer = await make()
-            self._kept[kind] = commits, begun_at, answer
-            return answer
-        finally:
-            del self._making[kind]
+        changes: Callable[[], int] = lambda: 0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Coroutine[Any, Any, None]] = asyncio.sleep,
+    ) -> None:
+        self._changes, self._clock, self._sleep = changes, clock, sleep
+        self._answers: dict[str, _SharedAnswer] = {}
+
+    async def read(self, kind: str, make: MakeAnswer[Answer], *, every_s: float) -> Answer:
+        """What `make`, or one of the same kind before it, has answered last: begun at most about `every_s` ago."""
+        if (shared := self._answers.get(kind)) is None:
+            shared = _SharedAnswer(make, every_s, self._changes, self._clock, self._sleep)
+            self._answers[kind] = shared
+        return await shared.read()
+
+    async def close(self) -> None:
+        """End what is being made."""
+        tasks = [task for shared in self._answers.values() for task in shared.tasks]
+        self._answers.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+_ASKED_WITHIN_S = 40.0
+"""An answer for which nobody has asked for so long is not made anew: two scrapes of Prometheus, and a little."""
+_OLDEST_FACTOR = 4.0
+"""An answer that is older than so many times `every_s` is not given."""
+_MAKING_REST_FACTOR = 10.0
+"""An answer that takes long is made anew after so many times what it takes."""
+
+
+class _SharedAnswer:
+    """The answers of one kind: the last one, with the number of changes and the time at which it was begun."""
+
+    def __init__(
+        self,
+        make: MakeAnswer[Any],
+        every_s: float,
+        changes: Callable[[], int],
+        clock: Callable[[], float],
+        sleep: Callable[[float], Coroutine[Any, Any, None]],
+    ) -> None:
+        self._make, self._every_s = make, every_s
+        self._changes, self._clock, self._sleep = changes, clock, sleep
+        self._last: tuple[int, float, Any] | None = None
+        self._making: asyncio.Task[Any] | None = None
+        self._making_since = 0
+        self._repeating: asyncio.Task[None] | None = None
+        self._asked_at = 0.0
+
+    @property
+    def tasks(self) -> list[asyncio.Task[Any]]:
+        return [task for task in (self._making, self._repeating) if task is not None]
+
+    async def read(self) -> Any:
+        self._asked_at, wanted = self._clock(), self._changes()
+        if self._repeating is None or self._repeating.done():
+            self._repeating = asyncio.create_task(self._repeat())
+        if self._last is not None:
+            since, begun_at, answer = self._last
+            if since >= wanted and self._asked_at - begun_at < _OLDEST_FACTOR * self._every_s:
+                return answer
+        making = self._begin()
+        while self._making_since < wanted:
+            await asyncio.wait([making])
+            making = self._begin()
+        return await asyncio.shield(making)  # others wait for it too
+
+    def _begin(self) -> asyncio.Task[Any]:
+        """The answer that is being made, or that begins now."""
+        if self._making is None or self._making.done():
+            self._making_since = self._changes()
+            self._making = asyncio.create_task(self._make_answer())
+            self._making.add_done_callback(_retrieve_exception)
+        return self._making
+
+    async def _make_answer(self) -> Any:
+        since, begun_at = self._making_since, self._clock()
+        answer = await self._make()
+        self._last = since, begun_at, answer
+        return answer
+
+    async def _repeat(self) -> None:
+        while (begun_at := self._clock()) - self._asked_at < _ASKED_WITHIN_S:
+            await asyncio.wait([self._begin()])
+            await self._sleep(max(self._every_s, _MAKING_REST_FACTOR * (self._clock() - begun_at)))
 
 
 def _retrieve_exception(task: asyncio.Task[Any]) -> None:

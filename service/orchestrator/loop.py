@@ -188,8 +188,9 @@ class Orchestrator:
             await self._admission.empty_draining_nodes(active, marks)
         held: set[str] = set()
         if self._checks is not None and waiting:
-            held = self._checks.held(waiting, marks)
-            self._spawn(self._checks.look(waiting, marks))
+            unchecked = self._checks.unchecked(waiting, marks)
+            held = self._checks.held(unchecked)
+            self._spawn(self._checks.look(unchecked))
             waiting = [job for job in waiting if job.id not in held]
         elastic = any(job.fewest_accelerators is not None for _, job in active)
         if waiting or elastic or not self.autoscaling.is_idle:

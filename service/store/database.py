@@ -60,6 +60,8 @@ def _compile_now_sqlite(*_: Any, **__: Any) -> str:
 
 
 logger = logging.getLogger(__name__)
+MOVES_KEY = "slotline_moves"
+"""In the `info` of a write session: how many jobs it has moved to other states."""
 MIGRATIONS_DIR = Path(__file__).parent / "migrations"
 
 
@@ -204,8 +206,9 @@ class Database:
         self._write_lock = asyncio.Lock()
         self.session_info: dict[str, Any] = {}
         """The `info` of every write session: see notifications.OPERATOR_WEBHOOK_KEY."""
-        self.commits = 0
-        """Transactions that this process has committed: what was read before the last of them may have changed since."""
+        self.changes = 0
+        """Changes of this process that somebody may know of: moves of jobs that it has committed, and users' requests. What
+        was read before the last of them is out of date, for those who know."""
         _time_statements(self.engine)
 
     async def start(self, *, to: str = "head") -> None:
@@ -262,7 +265,7 @@ class Database:
             async with AsyncSession(connection, expire_on_commit=False, info=self.session_info) as session:
                 async with session.begin():
                     yield session
-                self.commits += 1
+                self.changes += session.info.get(MOVES_KEY, 0)
                 record_pending_spans(session)
 
     @asynccontextmanager

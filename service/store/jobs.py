@@ -358,10 +358,6 @@ class WaitingRow(NamedTuple):
     check_state: str | None
 
     @property
-    def job_state(self) -> JobState:
-        return JobState(self.state)
-
-    @property
     def began_on(self) -> str | None:
         """The cluster of its attempts and checkpoints; None before the first attempt."""
         return cluster_of_attempts(self.cluster, self.attempts_made)
@@ -413,29 +409,43 @@ async def waiting_front(session: AsyncSession, limit: int) -> tuple[list[JobRow]
         JobRow.device,
         JobRow.accelerators,
     )
-    by_reason = JobRow.queue, JobRow.project, JobRow.reason
+    waits = JobRow.state.in_(WAITING_STATES)
     place = func.row_number().over(partition_by=group, order_by=age).label("place")
-    place_of_reason = func.row_number().over(partition_by=by_reason, order_by=age).label("place_of_reason")
-    count = func.count().over(partition_by=by_reason).label("count")
-    ranked = (
-        select(JobRow.id, place, place_of_reason, count)
-        .where(JobRow.state.in_(WAITING_STATES))
-        .subquery("ranked")
-    )
-    query = (
-        select(JobRow, ranked.c.place, ranked.c.place_of_reason, ranked.c.count)
+    ranked = select(JobRow.id, place).where(waits).subquery("ranked")
+    front = (
+        select(JobRow)
         .options(WITHOUT_SPEC)
         .join(ranked, ranked.c.id == JobRow.id)
-        .where(or_(ranked.c.place <= limit, ranked.c.place_of_reason == 1))
+        .where(ranked.c.place <= limit)
         .order_by(*age)
     )
-    front, groups = [], []
-    for job, at, at_of_reason, jobs in (await session.execute(query)).all():
-        if at <= limit:
-            front.append(job)
-        if at_of_reason == 1:
-            groups.append(WaitingGroup(job.queue, job.project, job.reason, jobs, job))
-    return front, groups
+    by_reason = JobRow.queue, JobRow.project, JobRow.reason
+    counts = (
+        select(*by_reason, func.count().label("jobs"), func.min(JobRow.queued_at).label("since"))
+        .where(waits)
+        .group_by(*by_reason)
+        .subquery("counts")
+    )
+    oldest = (
+        select(JobRow, counts.c.jobs)
+        .options(WITHOUT_SPEC)
+        .join(
+            counts,
+            and_(
+                JobRow.queue == counts.c.queue,
+                JobRow.project == counts.c.project,
+                JobRow.reason.is_not_distinct_from(counts.c.reason),
+                JobRow.queued_at == counts.c.since,
+            ),
+        )
+        .where(waits)
+        .order_by(*age)
+    )
+    groups = dict[tuple[str, str, str | None], WaitingGroup]()
+    for job, jobs in (await session.execute(oldest)).all():
+        key = job.queue, job.project, job.reason
+        groups.setdefault(key, WaitingGroup(*key, jobs, job))
+    return list((await session.scalars(front)).all()), list(groups.values())
 
 
 async def heterogeneous_mesh_sizes(session: AsyncSession, job_ids: Sequence[str]) -> dict[str, list[int]]:

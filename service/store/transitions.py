@@ -15,6 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.spec.states import TRANSITIONS, AttemptState, JobState
 from service.spec.values import storable_text
+from service.store.database import MOVES_KEY
 from service.store.notifications import enqueue_deliveries
 from service.store.spans import add_job_span
 from service.store.tables import WITHOUT_SPEC, AttemptRow, EventRow, JobRow
@@ -71,6 +72,7 @@ def move_job(
     text = f"{described}: {message}" if message else described
     event = new_event(job, "state", text, at=at, attempt=attempt, by=by)
     session.add(event)
+    session.info[MOVES_KEY] = session.info.get(MOVES_KEY, 0) + 1
     enqueue_deliveries(session, job, event)
 
 

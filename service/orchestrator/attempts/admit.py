@@ -131,14 +131,13 @@ class Admission:
             left_out=left_out,
         )
         attempt_of = {job.id: attempt.id for attempt, job in active}
-        cluster_of = {job.id: self._settings.cluster_of(job.queue) for job in waiting}
+        jobs_by_id = {job.id: job for job in waiting}
         for answer in answers:
             if isinstance(answer, Start):
-                await self._start(answer, cluster_of[answer.job_id])
+                await self._start(answer, self._settings.cluster_of(jobs_by_id[answer.job_id].queue))
             elif isinstance(answer, Preempt):
                 reason = Reason.RESIZED if answer.for_job == answer.job_id else Reason.PREEMPTED
                 await self._preempt(attempt_of[answer.job_id], answer.message, reason)
-        jobs_by_id = {job.id: job for job in waiting}
         waits = self._autoscaling.explained(wait for wait in answers if isinstance(wait, Wait))
         await explain_waits(self._database, [(jobs_by_id[wait.job_id], wait) for wait in waits])
 
@@ -190,14 +189,15 @@ async def explain_waits(database: Sessions, waits: Sequence[tuple[WaitingRow, Wa
         async with database.write() as session:
             for fresh in await lock_jobs(session, ids):
                 job, wait = news[fresh.id]
-                if fresh.job_state == job.job_state:
+                if fresh.state == job.state:
                     explain_wait(session, fresh, wait.reason, wait.message, at=utc_now())
 
 
 def _is_news(job: WaitingRow, wait: Wait) -> bool:
-    if job.job_state is JobState.RECOVERING and wait.reason is Reason.BACKING_OFF:
-        return False  # the failure that it recovers from says more
-    return (job.reason, job.message) != (wait.reason, wait.message)
+    if job.reason == wait.reason and job.message == wait.message:
+        return False
+    # of a job that backs off, the failure that it recovers from says more
+    return job.state != JobState.RECOVERING or wait.reason is not Reason.BACKING_OFF
 
 
 def _batched(values: Sequence[ItemT], size: int) -> Iterator[Sequence[ItemT]]:

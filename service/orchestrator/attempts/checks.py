@@ -10,12 +10,15 @@ has the fewest jobs under check, then priority, then age.
 
 from __future__ import annotations
 
+import functools
+import heapq
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import IntEnum
+from typing import NamedTuple
 
 from service.orchestrator.attempts.admit import explain_waits
 from service.orchestrator.decisions.attempt_lifecycle import Capacity, Wait, device_of
@@ -55,47 +58,47 @@ class JobChecks:
         self._passed: dict[str, tuple[float, CheckAnswer]] = {}
         self._looking = False
 
-    def held(self, waiting: Sequence[WaitingRow], marks: Sequence[NodeMark] = ()) -> set[str]:
+    def held(self, unchecked: Sequence[UncheckedJob]) -> set[str]:
         """The ids of the jobs that are not to be admitted before their check has answered."""
         now = datetime.now(UTC)
         return {
             job.id
-            for job, outlook in self._to_be_checked(waiting, marks)
-            if outlook is not _Outlook.TOO_LARGE
+            for job, outlook in unchecked
+            if outlook is not Outlook.TOO_LARGE
             and (job.id in self._under_check or (now - job.queued_at).total_seconds() < TURN_LIMIT_S)
         }
 
-    async def look(self, waiting: Sequence[WaitingRow], marks: Sequence[NodeMark] = ()) -> None:
+    async def look(self, unchecked: Sequence[UncheckedJob]) -> None:
         """Begin checks that have their turn, and apply the answers of those that have ended; one call at a time."""
         if self._looking:
             return
         self._looking = True
         try:
-            jobs = self._to_be_checked(waiting, marks)
-            here = {job.id for job, _ in jobs}
+            here = {job.id for job, _ in unchecked}
             self._under_check = {
                 job_id: checked for job_id, checked in self._under_check.items() if job_id in here
             }
-            await self._explain([job for job, outlook in jobs if outlook is not _Outlook.TOO_LARGE])
-            await self._begin(jobs)
+            await self._explain([job for job, outlook in unchecked if outlook is not Outlook.TOO_LARGE])
+            await self._begin(unchecked)
             await self._apply_answers()
         finally:
             self._looking = False
 
-    def _to_be_checked(
-        self, waiting: Sequence[WaitingRow], marks: Sequence[NodeMark]
-    ) -> list[tuple[WaitingRow, _Outlook]]:
+    def unchecked(self, waiting: Sequence[WaitingRow], marks: Sequence[NodeMark] = ()) -> list[UncheckedJob]:
         """Jobs without an answer, on clusters where a node with their accelerators takes work."""
         capacities = self._clusters.capacities({}, marks)
+        outlooks = dict[tuple[str, str, int, str | None], Outlook | None]()
         jobs = []
         for job in waiting:
-            capacity = capacities.get(self._settings.cluster_of(job.queue) or "")
-            if (
-                capacity is not None
-                and _is_unchecked(job)
-                and (outlook := _outlook(job, capacity)) is not None
-            ):
-                jobs.append((job, outlook))
+            if not _is_unchecked(job):
+                continue
+            accelerators = job.fewest_accelerators or job.accelerators
+            gang = job.queue, job.device, accelerators, job.accelerator_type
+            if gang not in outlooks:
+                capacity = capacities.get(self._settings.cluster_of(job.queue) or "")
+                outlooks[gang] = None if capacity is None else _outlook(*gang[1:], capacity)
+            if (outlook := outlooks[gang]) is not None:
+                jobs.append(UncheckedJob(job, outlook))
         return jobs
 
     async def _explain(self, jobs: Sequence[WaitingRow]) -> None:
@@ -104,15 +107,16 @@ class JobChecks:
         fresh = [(job, Wait(job.id, Reason.CHECKING, message)) for job in jobs if job.reason is None]
         await explain_waits(self._database, fresh)
 
-    async def _begin(self, jobs: Sequence[tuple[WaitingRow, _Outlook]]) -> None:
+    async def _begin(self, jobs: Sequence[UncheckedJob]) -> None:
         """Take up jobs as long as there are runs for them. Equal jobs share one."""
         lines = defaultdict[tuple[str, str | None], list[tuple[_Turn, WaitingRow]]](list)
+        cluster_of = functools.cache(self._settings.cluster_of)
         for job, outlook in jobs:
             if job.id not in self._under_check:
                 turn = outlook, -job.priority, job.queued_at, job.id
-                lines[self._settings.cluster_of(job.queue) or "", job.owner].append((turn, job))
+                lines[cluster_of(job.queue) or "", job.owner].append((turn, job))
         for line in lines.values():
-            line.sort(reverse=True)
+            heapq.heapify(line)
         for _ in range(_LOADS_A_ROUND):
             runs = {one.key: one.cluster for one in self._under_check.values()}
             running = Counter(runs.values())
@@ -121,11 +125,11 @@ class JobChecks:
                 (turn[0], owners[owner], turn, (cluster, owner))
                 for (cluster, owner), line in lines.items()
                 if line and running[cluster] < self._runner.task.concurrency
-                for turn, _ in line[-1:]
+                for turn, _ in line[:1]
             ]
             if not turns:
                 return
-            _, job = lines[min(turns)[-1]].pop()
+            _, job = heapq.heappop(lines[min(turns)[-1]])
             await self._take_up(job)
 
     async def _take_up(self, job: WaitingRow) -> None:
@@ -203,7 +207,7 @@ class JobChecks:
         self._changed()
 
 
-class _Outlook(IntEnum):
+class Outlook(IntEnum):
     """The soonest start of a job on its cluster, as far as its size tells; in the order of turns."""
 
     STARTS_NOW = 0
@@ -211,30 +215,38 @@ class _Outlook(IntEnum):
     TOO_LARGE = 2
 
 
-_Turn = tuple[_Outlook, int, datetime, str]
+class UncheckedJob(NamedTuple):
+    """A job without an answer, and when it could start."""
+
+    job: WaitingRow
+    outlook: Outlook
+
+
+_Turn = tuple[Outlook, int, datetime, str]
 """The key by which the jobs of an owner have their turns: outlook, priority (negated), age, id."""
 
 
-def _outlook(job: WaitingRow, capacity: Capacity) -> _Outlook | None:
-    """The outlook of a job where `capacity` counts all that runs as others; None where no node has its accelerators."""
-    accelerators = job.fewest_accelerators or job.accelerators
-    device = device_of(job.device, accelerators, capacity, accelerator_type=job.accelerator_type)
+def _outlook(
+    wanted: str, accelerators: int, accelerator_type: str | None, capacity: Capacity
+) -> Outlook | None:
+    """The outlook of a gang where `capacity` counts all that runs as others; None where no node has its accelerators."""
+    device = device_of(wanted, accelerators, capacity, accelerator_type=accelerator_type)
     if not capacity.total[device]:
         return None
     types = capacity.by_type
-    if job.accelerator_type is not None:
-        types = {job.accelerator_type: types.get(job.accelerator_type, Capacity({}))}
+    if accelerator_type is not None:
+        types = {accelerator_type: types.get(accelerator_type, Capacity({}))}
     if all(accelerators > part.total.get(device, 0) for part in types.values()):
-        return _Outlook.TOO_LARGE
+        return Outlook.TOO_LARGE
     starts_now = any(
         accelerators <= part.total.get(device, 0) - part.others.get(device, 0) for part in types.values()
     )
-    return _Outlook.STARTS_NOW if starts_now else _Outlook.WAITS
+    return Outlook.STARTS_NOW if starts_now else Outlook.WAITS
 
 
 def _is_unchecked(job: WaitingRow) -> bool:
     """True for a job that waits for its first attempt and has no answer yet."""
-    return job.job_state is JobState.QUEUED and not job.attempts_made and job.check_state is None
+    return job.check_state is None and not job.attempts_made and job.state == JobState.QUEUED
 
 
 @dataclass(frozen=True)

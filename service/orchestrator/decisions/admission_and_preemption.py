@@ -242,9 +242,12 @@ class _AdmissionRound:
     def growths(self, waiting: Sequence[WaitingJob]) -> list[Preempt]:
         """The elastic holders that end their attempts to go on with larger gangs, first the one that started first: of
         accelerators that are free, of devices and types for which none of the jobs `waiting` waits."""
+        elastic = [holder for holder in self._holders if holder.larger]
+        if not elastic:
+            return []
         waited_for = {id(pool) for job in waiting for pool in self._pools_for(job)}
         growing = []
-        for holder in sorted(self._holders, key=lambda holder: (holder.since, holder.job_id)):
+        for holder in sorted(elastic, key=lambda holder: (holder.since, holder.job_id)):
             own = self._device_pools_of(holder)
             if len(own) != 1 or holder.stopping or id(own[0]) in waited_for:
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -120,18 +121,23 @@ def answered(url: str) -> dict[tuple[str, str, str], float]:
     }
 
 
-async def test_scrapes_of_one_moment_share_their_text_until_something_is_committed(monkeypatch):
-    now, commits, made = [0.0], [0], []
+async def test_scrapes_share_their_text_until_something_changes(monkeypatch):
+    now, changes, made = [0.0], [0], []
 
     async def make(service, *, whole):
         made.append(now[0])
         return b"%s text %d" % (b"whole" if whole else b"open", len(made))
 
+    async def for_ever(seconds):
+        await asyncio.Event().wait()
+
     monkeypatch.setattr(metrics, "_scrape", make)
-    service = SimpleNamespace(shared_reads=SharedReads(commits=lambda: commits[0], clock=lambda: now[0]))
+    reads = SharedReads(changes=lambda: changes[0], clock=lambda: now[0], sleep=for_ever)
+    service = SimpleNamespace(shared_reads=reads)
     assert [await metrics.scrape(service, whole=True) for _ in range(3)] == [b"whole text 1"] * 3
-    commits[0] += 1
+    changes[0] += 1
     assert await metrics.scrape(service, whole=True) == b"whole text 2"
-    now[0] += 1.0
+    now[0] += 10.0
     assert await metrics.scrape(service, whole=True) == b"whole text 3"
     assert await metrics.scrape(service, whole=False) == b"open text 4", "nobody gets another's"
+    await reads.close()
