@@ -46,16 +46,21 @@ from worker.contract.program import Instruction
 
 
 def make_plan(
-    spec: PipelineSpec, *, budget_s: float = 10.0, expired: Callable[[], bool] | None = None
+    spec: PipelineSpec,
+    *,
+    budget_s: float = 10.0,
+    expired: Callable[[], bool] | None = None,
+    enough_bytes: Sequence[int] | None = None,
 ) -> Plan:
     """The plan of a spec; raises SpecError when there is none.
 
     `budget_s` is how long `auto` may search, counted in work, so that the same spec gives the same
     plan; 0 gives the best constructive plan. `expired` is a wall-clock deadline: once it returns
-    True the search ends and the plan says `truncated`.
+    True the search ends and the plan says `truncated`. An equally long plan of less memory is looked for,
+    by `auto`, unless each mesh holds no more than its `enough_bytes`.
     """
     with _gc_paused():
-        return _proven_plan(spec, _find_timeline(spec, budget_s, expired), budget_s)
+        return _proven_plan(spec, _find_timeline(spec, budget_s, expired, enough_bytes), budget_s)
 
 
 # of the shortest makespan: plans that take longer at usual costs are not tried by their means
@@ -297,10 +302,15 @@ def find_timeline(spec: PipelineSpec, *, budget_s: float) -> Timeline:
     return _find_timeline(spec, budget_s, None).timeline
 
 
-def _find_timeline(spec: PipelineSpec, budget_s: float, expired: Callable[[], bool] | None) -> SearchResult:
+def _find_timeline(
+    spec: PipelineSpec,
+    budget_s: float,
+    expired: Callable[[], bool] | None,
+    enough_bytes: Sequence[int] | None = None,
+) -> SearchResult:
     check_spec(spec)
     if spec.schedule == AUTO:
-        return plan_auto(spec, budget_s, expired)
+        return plan_auto(spec, budget_s, expired, enough_bytes)
     names = may_recompute(spec)
     choice = cheapest_recomputation(
         names,

@@ -83,8 +83,11 @@ Expired = Callable[[], bool] | None
 Choice = TypeVar("Choice", StageChoice, Recomputation)
 
 
-def plan_auto(spec: PipelineSpec, budget_s: float, expired: Expired) -> SearchResult:
-    """The best plan found over all that `auto` may choose; raises SpecError where nothing fits the limits."""
+def plan_auto(
+    spec: PipelineSpec, budget_s: float, expired: Expired, enough_bytes: Sequence[int] | None = None
+) -> SearchResult:
+    """The best plan found over all that `auto` may choose; raises SpecError where nothing fits the limits. An equally long
+    one of less memory is looked for, unless each mesh holds no more than its `enough_bytes`."""
     names, always = may_recompute(spec), must_recompute(spec)
     problem = problem_with_whole_backwards(spec)
     budget_s = max(0.0, budget_s - max(0.0, _COMPILE_S_PER_TASK * problem.tasks - _UNCOUNTED_COMPILE_S))
@@ -103,7 +106,7 @@ def plan_auto(spec: PipelineSpec, budget_s: float, expired: Expired) -> SearchRe
         found = prefer_shorter_named(
             plan(Recomputation(), budget_s), with_recomputation(spec, ()), budget_s, expired
         )
-        return _with_less_memory(found, budget_s, expired)
+        return _with_less_memory(found, budget_s, expired, enough_bytes)
     names = tightest_memory_first(names, problem)
     estimator = MakespanEstimator(_ESTIMATE_SHARE * budget_s)
     estimates: dict[Recomputation, float] = {}
@@ -146,7 +149,7 @@ def plan_auto(spec: PipelineSpec, budget_s: float, expired: Expired) -> SearchRe
     )
     decided = with_recomputation(spec, best.recomputed, best.recompute_methods)
     best = prefer_shorter_named(best, decided, budget_s, expired)
-    return _with_less_memory(best, budget_s, expired)
+    return _with_less_memory(best, budget_s, expired, enough_bytes)
 
 
 def plan_from_running(
@@ -336,7 +339,7 @@ def _search_with_whole_backwards(
     for name in fitting_names(spec)[:-1]:
         for form in (spec, spec.model_copy(update={"split_backward": split})):
             try:
-                timeline = named_timeline(form, name)
+                timeline = named_timeline(form, name, wanted)
                 if _is_plan_of(timeline, problem, priced):
                     seeds.append((name, timeline))
             except SpecError:
@@ -378,19 +381,23 @@ def _is_plan_of(timeline: Timeline, problem: Problem, priced: bool) -> bool:
     return problem is timeline.problem or not (problem.fused & ~fused).any()
 
 
-def _with_less_memory(found: SearchResult, budget_s: float, expired: Expired) -> SearchResult:
-    """The same makespan in less memory, where an order of less memory is found."""
+def _with_less_memory(
+    found: SearchResult, budget_s: float, expired: Expired, enough_bytes: Sequence[int] | None
+) -> SearchResult:
+    """The same makespan in less memory, where an order of less memory is found and each mesh holds more than enough."""
     try:
-        return _reduce_memory(found, budget_s, expired)
+        return _reduce_memory(found, budget_s, expired, enough_bytes)
     except Exception as error:
         return replace(found, notes=(*found.notes, failed("saving memory", error)))
 
 
-def _reduce_memory(found: SearchResult, budget_s: float, expired: Expired) -> SearchResult:
+def _reduce_memory(
+    found: SearchResult, budget_s: float, expired: Expired, enough_bytes: Sequence[int] | None
+) -> SearchResult:
     problem = found.searched_problem
     assert problem is not None
-    saved, truncated = save_memory(found.timeline), found.truncated
-    if found.proven_optimal and not truncated:
+    saved, truncated = save_memory(found.timeline, enough_bytes), found.truncated
+    if found.proven_optimal and not truncated and enough_bytes is None:
         saved, truncated = _search_tighter_limits(saved, problem, budget_s * _MEMORY_SEARCH_SHARE, expired)
     chosen = found.chosen if saved is found.timeline else SEARCHED
     return replace(found, timeline=saved, chosen=chosen, truncated=truncated)

@@ -71,9 +71,10 @@ def prefer_shorter_named(
         return found
     named: list[tuple[str, Timeline]] = []
     notes: list[str] = []
+    built = build_problem(spec)
     for name in fitting_names(spec)[:-1]:
         try:
-            named.append((name, named_timeline(spec, name)))
+            named.append((name, named_timeline(spec, name, built)))
         except SpecError:
             continue
         except Exception as error:
@@ -96,15 +97,20 @@ def prefer_shorter_named(
     return replace(found, notes=(*found.notes, *notes))
 
 
-def named_timeline(spec: PipelineSpec, name: str) -> Timeline:
-    """The timeline of a named schedule on a spec; raises SpecError where it does not fit the placement or limits."""
+def named_timeline(spec: PipelineSpec, name: str, built: Problem | None = None) -> Timeline:
+    """The timeline of a named schedule on a spec; raises SpecError where it does not fit the placement or limits. `built` is
+    a problem of that spec, or of one that differs in split_backward alone: it need not be built again."""
     schedule = find_schedule(spec, name)
     if name == "csv":
         fused, inference = fused_of_orders(spec)
         problem = build_problem(spec, inference=inference).with_fused(fused)
     else:
         split = schedule.splits if spec.split_backward is None else spec.split_backward
-        problem = build_problem(spec, split=split, inference=name == "inference")
+        inference = name == "inference"
+        if built is None:
+            problem = build_problem(spec, split=split, inference=inference)
+        else:
+            problem = built.in_form(spec, split=split, inference=inference)
     lanes = schedule.lanes(problem)
     check_order_limits(problem, lanes, name)
     timeline = simulate(problem, lanes)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from service.scheduler.auto.recomputation import with_recomputation
@@ -17,6 +18,7 @@ from service.scheduler.job.cores import SharedCores, core_bound_step_s
 from service.scheduler.job.cut import PipelineSetup
 from service.scheduler.job.partition import PartitionResult, partition
 from service.scheduler.planner import make_plan
+from service.scheduler.problem.memory import peak_memory
 from service.scheduler.problem.spec import (
     EdgeCosts,
     EdgeSpec,
@@ -32,7 +34,7 @@ from service.scheduler.programs.replay import replay
 from worker.contract.buckets import with_buckets
 from worker.contract.planned import recompute_method
 from worker.contract.profile import LayerProfile
-from worker.contract.program import program_from_json
+from worker.contract.program import Program, program_from_json
 
 LEAST_GAIN = 0.01
 """Of the makespan of a step by the job's plan, below which its own plan is not worth a swap."""
@@ -117,8 +119,17 @@ class StepPlanner:
 
     def makespan_by_job_plan(self, spec: PipelineSpec) -> float:
         """Seconds of a step of `spec_of` that runs by the job's own plan."""
-        programs = {mesh: program_from_json(program) for mesh, program in self.programs.items()}
-        return replay(*read_programs(spec, programs)).serialised_makespan_s
+        return replay(*read_programs(spec, self._job_programs)).serialised_makespan_s
+
+    @cached_property
+    def _job_programs(self) -> dict[str, Program]:
+        return {mesh: program_from_json(program) for mesh, program in self.programs.items()}
+
+    @cached_property
+    def job_plan_bytes(self) -> tuple[int, ...]:
+        """The most bytes that each mesh holds by the job's own plan, where all microbatches are the longest."""
+        played = replay(*read_programs(self.spec, self._job_programs))
+        return tuple(peak_memory(played.timeline).tolist())
 
     def plan(
         self,
@@ -131,7 +142,7 @@ class StepPlanner:
         cores that workers share decide, and where only a search finds one within memory."""
         spec = self.spec_of(lengths)
         try:
-            plan = make_plan(spec, budget_s=0.0, expired=expired)
+            plan = make_plan(spec, budget_s=0.0, expired=expired, enough_bytes=self.job_plan_bytes)
         except SpecError:
             return None
         processor_s = core_bound_step_s({mesh.name: mesh.compute_s for mesh in plan.meshes}, shared)

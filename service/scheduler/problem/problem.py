@@ -645,6 +645,12 @@ class Problem(MemoryArrays):
             fused=np.zeros_like(self.fused),
         )
 
+    def in_form(self, spec: PipelineSpec, *, split: bool, inference: bool) -> Problem:
+        """The problem of `spec`, which differs in split_backward alone, with all backwards split or all whole: as
+        build_problem makes it, without checking costs and limits anew."""
+        fused = np.full_like(self.fused, inference or not split)
+        return replace(self, spec=spec, inference=inference, fused=fused)
+
 
 def build_problem(spec: PipelineSpec, *, split: bool | None = None, inference: bool | None = None) -> Problem:
     """Check the spec and flatten it; `split` and `inference` override what the spec says."""

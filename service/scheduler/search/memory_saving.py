@@ -20,6 +20,7 @@ from service.scheduler.problem.memory import (
     keeps_activation_limits,
     keeps_memory_limits,
     peak_activation,
+    peak_memory,
     peak_receive_buffers,
     posting_waits,
     send_buffer_waits,
@@ -88,21 +89,22 @@ _RULE_RUN_BUDGET_TASKS = 800_000  # tasks of all runs of rules for one plan
 _SIMULATION_BUDGET_TASKS = 300_000  # tasks of all simulations of changed orders for one plan
 
 
-def save_memory(timeline: Timeline) -> Timeline:
+def save_memory(timeline: Timeline, enough_bytes: Sequence[int] | None = None) -> Timeline:
     """A timeline that is no longer, no mesh of which holds more activations, nor all together more receive buffers.
 
     Nor is it slower when every transfer takes longer than planned: that slack is worth more than the memory.
 
     Bisects the number of microbatches held everywhere, first with new plans, then moving the forwards of this
-    one; then the bytes of each mesh, first meshes first.
+    one; then the bytes of each mesh, first meshes first. Ends where each mesh holds no more than its `enough_bytes`.
     """
-    return _MemorySaver(timeline).run()
+    return _MemorySaver(timeline, enough_bytes).run()
 
 
 class _MemorySaver:
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, timeline: Timeline, enough_bytes: Sequence[int] | None) -> None:
         self.problem = timeline.problem
         self.best = timeline
+        self._enough_bytes = None if enough_bytes is None else np.asarray(enough_bytes)
         self._latest = timeline.makespan * (1 + _ROUNDING)
         self._rule_runs = _RULE_RUN_BUDGET_TASKS // (100 + self.problem.tasks)
         self._simulations = _SIMULATION_BUDGET_TASKS // (100 + self.problem.tasks)
@@ -122,10 +124,14 @@ class _MemorySaver:
         if self.problem.inference or not holding:
             return self.best
         for attempt in (self._try_rules, self._try_later_forwards):
+            if self._has_enough():
+                return self.best
             most = max(-(-self._peaks[p] // self._bytes_per_microbatch[p]) for p in holding)
             _bisect(most, lambda count, attempt=attempt: attempt(self._microbatches(count)))
         order = [int(self.problem.mesh_of_stage[stage]) for stage in self.problem.stage_order]
         for mesh in dict.fromkeys(order):
+            if self._has_enough():
+                break
             if self._unit[mesh]:
                 units = self._peaks[mesh] // self._unit[mesh]
                 _bisect(
@@ -133,6 +139,10 @@ class _MemorySaver:
                     lambda count, p=mesh: self._try_later_forwards(self._bytes_of(p, count * self._unit[p])),
                 )
         return self.best
+
+    def _has_enough(self) -> bool:
+        enough = self._enough_bytes
+        return enough is not None and bool((peak_memory(self.best) <= enough).all())
 
     def _microbatches(self, count: int) -> list[int]:
         return [

@@ -11,9 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service.scheduler.auto.fixed_schedule import named_timeline
 from service.scheduler.job.plan_job import JobCosts, job_plan_json, plan_job, plan_steps
 from service.scheduler.job.step_plans import LEAST_GAIN, StepPlanner
+from service.scheduler.planner import make_plan
+from service.scheduler.problem.problem import build_problem
 from service.scheduler.problem.spec import SpecError
+from service.scheduler.schedules.registry import SCHEDULES, fitting_names
 from tests.service.scheduler.checker import check_plan, run_programs
 from tests.service.scheduler.job.test_joint import UPDATE, measured, trained
 from tests.service.scheduler.test_properties import examples
@@ -99,6 +103,40 @@ def test_a_step_has_a_plan_of_its_own_that_is_proved_within_memory_and_shorter(s
             assert limits[mesh] is None or peak <= limits[mesh]
         assert of_step.mesh_of_stage == running.mesh_of_stage
         assert of_step.stage_starts == running.stage_starts and of_step.recomputed == running.recomputed
+
+
+@examples(10, 5)
+@given(seed=st.integers(0, 10**6))
+def test_a_steps_plan_is_as_short_as_one_of_least_memory_and_holds_no_more_than_the_jobs_where_that_one_does_not(
+    seed,
+):
+    _, _, answer = planned(seed)
+    planner = StepPlanner.from_json(answer["step_planner"])
+    job_bytes = [mesh["peak_memory_bytes"] for mesh in answer["plan"]["meshes"]]
+    for lengths in steps(seed):
+        if (found := planner.plan(lengths)) is None:
+            continue
+        least = make_plan(found[0], budget_s=0.0)
+        assert found[1].makespan_s <= least.makespan_s * (1 + 1e-9)
+        assert found[1].programs_makespan_s <= 1.005 * least.programs_makespan_s
+        peaks = [[mesh.peak_memory_bytes for mesh in plan.meshes] for plan in (found[1], least)]
+        if all(peak <= most for peak, most in zip(peaks[1], job_bytes, strict=True)):
+            assert all(peak <= most for peak, most in zip(peaks[0], job_bytes, strict=True))
+
+
+@pytest.mark.parametrize("split", [None, True, False])
+def test_a_named_schedule_is_the_same_on_a_problem_that_was_built_for_another_form(split):
+    _, _, answer = planned(4)
+    planner = StepPlanner.from_json(answer["step_planner"])
+    spec = planner.spec_of(steps(4)[0])
+    built = build_problem(spec)
+    form = spec.model_copy(update={"split_backward": split})
+    tried = [name for name in fitting_names(form)[:-1] if not (split is False and SCHEDULES[name].splits)]
+    assert {"gpipe", "1f1b", "eager-1f1b"} <= {*tried}
+    for name in tried:
+        anew, reused = named_timeline(form, name), named_timeline(form, name, built)
+        assert reused.problem.spec == form and (reused.problem.fused == anew.problem.fused).all()
+        assert (reused.start == anew.start).all() and (reused.sequence == anew.sequence).all()
 
 
 def test_a_tensor_is_held_in_a_buffer_as_large_as_the_longest_microbatch_needs():

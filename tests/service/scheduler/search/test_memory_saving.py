@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 
 from service.scheduler.auto import auto
 from service.scheduler.planner import make_plan
-from service.scheduler.problem.memory import keeps_activation_limits, peak_activation, peak_receive_buffers
+from service.scheduler.problem.memory import (
+    keeps_activation_limits,
+    peak_activation,
+    peak_memory,
+    peak_receive_buffers,
+)
 from service.scheduler.problem.problem import build_problem
 from service.scheduler.problem.spec import load_spec
 from service.scheduler.search.memory_saving import save_memory
@@ -36,6 +41,17 @@ def test_saving_memory_makes_no_plan_longer_and_no_mesh_hold_more(data):
     assert sum(peak_receive_buffers(after)) <= sum(peak_receive_buffers(before))
     assert keeps_activation_limits(problem, after.lanes)
     assert (save_memory(before).start == after.start).all()
+    assert save_memory(before, peak_memory(before).tolist()) is before
+
+
+def test_a_plan_that_holds_more_than_enough_holds_less():
+    problem = build_problem(load_spec(chain(4, 16, contention="none", transfer=0.25, split_backward=True)))
+    before = search(problem, [], budget_s=0).timeline
+    after = save_memory(before)
+    held, least = peak_memory(before), peak_memory(after)
+    assert (least < held).any(), "the least is to be less, or nothing is tried"
+    assert (peak_memory(save_memory(before, least.tolist())) <= least).all()
+    assert (peak_memory(save_memory(before, (held - 1).clip(least).tolist())) < held).any()
 
 
 def test_half_the_microbatches_are_enough_where_a_limit_says_so():
