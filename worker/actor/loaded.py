@@ -7,6 +7,7 @@ import functools
 import gc
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -16,9 +17,16 @@ from worker.actor.evaluation import EvaluationBatches, EvaluationSize, Evaluator
 from worker.actor.loss import JobLoss
 from worker.actor.model_host import JobModel
 from worker.actor.optimizer import learning_rate, make_optimizer, make_schedule, target_counter
-from worker.actor.saver import SavedState, ShardWriteResult, SnapshotMemory, WorkerCheckpoints
+from worker.actor.saver import (
+    SavedState,
+    ShardCopyResult,
+    ShardWriteResult,
+    SnapshotMemory,
+    WorkerCheckpoints,
+)
 from worker.actor.state import WorkerPlace, WorkerState
 from worker.actor.step_result import EvaluatedBatch, PreparedProgram, WorkerStep
+from worker.checkpoint.copies import CopyKey
 from worker.checkpoint.resumption import ResumedWorker, Takeover
 from worker.checks.replicas import Fingerprint, checksums, named_tensors
 from worker.checks.sharding import StageCheckContext, check_tensor_parallel
@@ -372,6 +380,18 @@ class LoadedWorker(WorkerState):
     def saved(self) -> ShardWriteResult | None:
         """The result of the write that `begin_save` began; None while it is running. Never waits."""
         return self._checkpoints.saved()
+
+    def copy_to(self, keepers: Sequence[Any]) -> None:
+        """Give copies of the state to these keepers from now on, the first of which is on this node."""
+        self._checkpoints.copy_to(keepers)
+
+    def begin_copy(self, key: CopyKey) -> None:
+        """Copy the state behind the step of `key`, and give the copy to keepers while training goes on."""
+        self._checkpoints.begin_copy(key)
+
+    def copied(self) -> ShardCopyResult | None:
+        """The result of the copy that `begin_copy` began; None while it is on its way. Never waits."""
+        return self._checkpoints.copied()
 
     def _saved_tensors(self) -> dict[str, torch.Tensor]:
         return {**named_parameters(self.stages), **named_buffers(self.stages)}

@@ -127,6 +127,7 @@ class StepLoop:
         )
 
     def _ask(self, step: int) -> _StepCall:
+        self._checkpoints.copy_behind(step - 1, self._evaluations)
         plan = None if self._step_plans is None else self._step_plans.take(step)
         own = (
             ()
