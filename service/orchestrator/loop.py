@@ -19,6 +19,7 @@ from service.observability.instruments import ROUND_SECONDS
 from service.orchestrator.attempts.admit import Admission
 from service.orchestrator.attempts.autoscaling import Autoscaling
 from service.orchestrator.attempts.checks import JobChecks
+from service.orchestrator.attempts.keeper_removal import KeeperRemoval
 from service.orchestrator.attempts.liveness import Heartbeat
 from service.orchestrator.attempts.submit import Submitter
 from service.orchestrator.attempts.watch import AttemptWatcher
@@ -91,6 +92,7 @@ class Orchestrator:
             else JobChecks(settings, self.fenced, clusters, checker, changed=self.wake)
         )
         self._retention = RetentionSweeper(settings, self.fenced, clusters)
+        self._keepers = KeeperRemoval(self.fenced, clusters)
         clusters.on_change(self.wake)
 
     def wake(self) -> None:
@@ -198,6 +200,8 @@ class Orchestrator:
             )  # what is held wants accelerators soon
         for request in self.autoscaling.due():
             self._spawn(request)
+        for release in self._keepers.due({job.id for _, job in active} | {job.id for job in waiting} | held):
+            self._spawn(release)
         if self.logs.due:
             self._spawn(self.logs.keep_logs())
         if self._retention.due:
