@@ -267,7 +267,7 @@ async def find_job(session: AsyncSession, job_id: str) -> JobRow | None:
 
 
 async def jobs_that_ended(session: AsyncSession, job_ids: Collection[str], *, before: datetime) -> set[str]:
-    """Those of the jobs that are over, and were before a time."""
+    """The ids of the jobs that have ended before a time."""
     final = [state for state in JobState if state.final]
     query = select(JobRow.id).where(
         JobRow.id.in_(job_ids), JobRow.state.in_(final), JobRow.finished_at < before

@@ -25,6 +25,7 @@ class LocalKeepers:
             patch.setattr(module, "find_keepers", lambda job: self.handles)
             patch.setattr(module, "keeper_results", self._results)
         patch.setattr(copies, "_result", lambda ref: ref())
+        patch.setattr(copies, "_stored", lambda values: values)
         patch.setattr(state_copies, "start_keepers", self._start)
         patch.setattr(state_copies, "end_keepers", self._end)
 
@@ -75,22 +76,14 @@ class _Method:
 
     def remote(self, *arguments: Any) -> Callable[[], Any]:
         self._keepers.called.append(self._name)
-        given = [one if callable(one) else pickle.loads(pickle.dumps(one)) for one in arguments]
         keeper = self._keepers.keepers.get(self._node)
-        if keeper is not None and not any(map(callable, given)):
-            try:
-                result = getattr(keeper, self._name)(*given)
-            except Exception as error:
-                return _raising(error)
-            return lambda: result
-
-        def call() -> Any:
-            if self._node not in self._keepers.keepers:
-                raise LostKeeperError(f"the keeper on {self._node} is gone")
-            keeper = self._keepers.keepers[self._node]
-            return getattr(keeper, self._name)(*(one() if callable(one) else one for one in given))
-
-        return call
+        if keeper is None:
+            return _raising(LostKeeperError(f"the keeper on {self._node} is gone"))
+        try:
+            result = getattr(keeper, self._name)(*pickle.loads(pickle.dumps(arguments)))
+        except Exception as error:
+            return _raising(error)
+        return lambda: result
 
 
 def _raising(error: Exception) -> Callable[[], Any]:

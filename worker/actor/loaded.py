@@ -17,13 +17,7 @@ from worker.actor.evaluation import EvaluationBatches, EvaluationSize, Evaluator
 from worker.actor.loss import JobLoss
 from worker.actor.model_host import JobModel
 from worker.actor.optimizer import learning_rate, make_optimizer, make_schedule, target_counter
-from worker.actor.saver import (
-    SavedState,
-    ShardCopyResult,
-    ShardWriteResult,
-    SnapshotMemory,
-    WorkerCheckpoints,
-)
+from worker.actor.saver import SavedState, ShardWriteResult, SnapshotMemory, WorkerCheckpoints
 from worker.actor.state import WorkerPlace, WorkerState
 from worker.actor.step_result import EvaluatedBatch, PreparedProgram, WorkerStep
 from worker.checkpoint.copies import CopyKey
@@ -284,8 +278,13 @@ class LoadedWorker(WorkerState):
         """True where the data has samples for this step; None on workers that read none."""
         return self.reader.has(step)
 
-    def run_step(self, step: int, program: MeshProgram | None = None) -> WorkerStep:
-        """Run one optimizer step, by the `program` of its mesh that was made for its lengths, if one was."""
+    def run_step(
+        self, step: int, program: MeshProgram | None = None, copy: CopyKey | None = None
+    ) -> WorkerStep:
+        """Run one optimizer step, by the `program` of its mesh that was made for its lengths, if one was; before it copy the
+        state behind the one before for keepers, where that is asked for."""
+        if copy is not None:
+            self._checkpoints.begin_copy(copy)
         optimizer = self.engine.optimizer
         rate = None if optimizer is None else learning_rate(optimizer)
         self.memory.begin()
@@ -313,6 +312,7 @@ class LoadedWorker(WorkerState):
             without_targets=result.without_targets,
             ignored_targets=self.reader.take_ignored(step),
             lengths=lengths,
+            copied=self._checkpoints.take_copied(),
         )
 
     def prepare_program(self, program: MeshProgram) -> PreparedProgram:
@@ -381,17 +381,10 @@ class LoadedWorker(WorkerState):
         """The result of the write that `begin_save` began; None while it is running. Never waits."""
         return self._checkpoints.saved()
 
-    def copy_to(self, keepers: Sequence[Any]) -> None:
-        """Give copies of the state to these keepers from now on, the first of which is on this node."""
-        self._checkpoints.copy_to(keepers)
-
-    def begin_copy(self, key: CopyKey) -> None:
-        """Copy the state behind the step of `key`, and give the copy to keepers while training goes on."""
-        self._checkpoints.begin_copy(key)
-
-    def copied(self) -> ShardCopyResult | None:
-        """The result of the copy that `begin_copy` began; None while it is on its way. Never waits."""
-        return self._checkpoints.copied()
+    def copy_to(self, keepers: Sequence[Any]) -> bool:
+        """Give copies of the state to these keepers from now on, the first of which is on this node; False where this worker
+        has none to give."""
+        return self._checkpoints.copy_to(keepers)
 
     def _saved_tensors(self) -> dict[str, torch.Tensor]:
         return {**named_parameters(self.stages), **named_buffers(self.stages)}

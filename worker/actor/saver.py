@@ -29,9 +29,10 @@ from worker.actor.optimizer import (
     measure_optimizer_state,
     optimizer_state_keys,
 )
+from worker.actor.step_result import CopiedShard
 from worker.checkpoint import format as checkpoint_format
 from worker.checkpoint.chunked import HeldParts
-from worker.checkpoint.copies import CopiedShard, CopyKey, ShardUpload
+from worker.checkpoint.copies import CopyKey, ShardUpload
 from worker.checkpoint.resumption import ResumedWorker, Takeover, mismatch_text
 from worker.contract.checkpoint_files import CheckpointError
 from worker.contract.failures import AttemptFailure, as_failure, attributed_to
@@ -247,16 +248,6 @@ class ShardSaver:
         self._writing = None
 
 
-@dataclass(frozen=True)
-class ShardCopyResult:
-    """The result of giving a worker's shard to keepers: the shard (None on a worker that has none), the error, and the
-    seconds."""
-
-    shard: CopiedShard | None = None
-    error: str | None = None
-    write_s: float = 0.0
-
-
 class ShardCopier:
     """Copies `state(step)`, one worker's shard of the parts in `held`, and gives the copy to `keepers` in a thread.
 
@@ -278,19 +269,18 @@ class ShardCopier:
         self._keepers, self._shard, self._state, self._held = keepers, shard, state, held
         self._beside, self._report_copied_bytes = beside, report_copied_bytes
         self._snapshots = HostSnapshots(device)
-        self._copying: BackgroundTask[CopiedShard] | None = None
-        self._error: str | None = None
+        self._copying: BackgroundTask[dict[str, Any]] | None = None
+        self._failed: CopiedShard | None = None
 
     def begin(self, key: CopyKey) -> None:
-        """Copy the state, and give the copy away in a thread; `copied` has the result, also an error of this."""
-        self._error = None
+        """Copy the state, and give the copy away in a thread; `take_copied` has the result, also an error of this."""
         if self._copying is not None and not self._copying.done:
-            self._error = "the copy before is still on its way to its keepers"
+            self._failed = CopiedShard(error="the copy before is still on its way to its keepers")
             return
         try:
             copied = self._snapshots.take(self._state(key.step))
         except Exception as error:  # no host memory, say: training goes on without the copy
-            self._error = f"{type(error).__name__}: {error}"
+            self._failed = CopiedShard(error=f"{type(error).__name__}: {error}")
             return
         self._report_copied_bytes(self._snapshots.copied_bytes)
         upload = ShardUpload(self._keepers, key, self._shard)
@@ -298,17 +288,18 @@ class ShardCopier:
             functools.partial(upload.write, copied, self._held, self._beside), "slotline-copy"
         )
 
-    def copied(self) -> ShardCopyResult | None:
-        """The result of the copy begun last; None while it is on its way. Never waits."""
-        if self._error is not None or self._copying is None:
-            return ShardCopyResult(error=self._error)
-        if not self._copying.done:
+    def take_copied(self) -> CopiedShard | None:
+        """The result of the copy begun last, once; None while it is on its way. Never waits."""
+        if self._failed is not None:
+            failed, self._failed = self._failed, None
+            return failed
+        if self._copying is None or not self._copying.done:
             return None
+        copying, self._copying = self._copying, None
         try:
-            return ShardCopyResult(self._copying.result(0.0), None, self._copying.seconds)
+            return CopiedShard(self._shard, copying.result(0.0))
         except Exception as error:
-            text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            return ShardCopyResult(error=text, write_s=self._copying.seconds)
+            return CopiedShard(error=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
 
 @dataclass(frozen=True)
@@ -543,8 +534,9 @@ class WorkerCheckpoints:
         """The result of the write that `begin_save` began; None while it is running. Never waits."""
         return self._saver.saved() if self._writes else ShardWriteResult()
 
-    def copy_to(self, keepers: Sequence[Any]) -> None:
-        """Give copies to these keepers from now on, the first of which is on this node."""
+    def copy_to(self, keepers: Sequence[Any]) -> bool:
+        """Give copies to these keepers from now on, the first of which is on this node; False where this worker has none to
+        give."""
         if self._writes:
             rank_shard = functools.partial(checkpoint_format.rank_shard, self._mesh)
             self._copier = ShardCopier(
@@ -556,16 +548,17 @@ class WorkerCheckpoints:
                 device=self._device,
                 report_copied_bytes=functools.partial(self._report_snapshot, "keepers"),
             )
+        return self._writes
 
     def begin_copy(self, key: CopyKey) -> None:
-        """Copy the state of this worker's shard, and give the copy to its keepers in a thread; see `copied`. No error of
-        this ends an attempt."""
+        """Copy the state of this worker's shard, and give the copy to its keepers in a thread; see `take_copied`. No error
+        of this ends an attempt."""
         if self._copier is not None:
             self._copier.begin(key)
 
-    def copied(self) -> ShardCopyResult | None:
-        """The result of the copy that `begin_copy` began; None while it is on its way. Never waits."""
-        return ShardCopyResult() if self._copier is None else self._copier.copied()
+    def take_copied(self) -> CopiedShard | None:
+        """The result of the copy that `begin_copy` began, once; None while it is on its way. Never waits."""
+        return None if self._copier is None else self._copier.take_copied()
 
 
 def _mismatch(saved: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]) -> str | None:

@@ -1,22 +1,24 @@
 """Copies of a job's state in host memory: a keeper holds a node's, and outlives the workers and drivers that write them.
 
-A copy is a checkpoint of the format of worker/checkpoint/format.py whose files are in the memory of keepers: each worker's
-shard at the keeper of its node and at that of the next one, the index and the manifest, which make it complete, at all of
-them. It is read as any checkpoint, by CopyFiles, on any layout. At most the newest complete copy is held, and the one that
-is being written. Keepers take nothing of an attempt that another has followed, and end when no attempt is heard of for a
-while. Workers give values to keepers, which turn them into files at the lowest priority: training goes first.
+Each worker gives the values of its shard to the keeper of its node and to that of the next one; the record, which makes a
+copy complete, is at all of them. Keepers hold the newest complete copy, and the one that is being written. Files of the
+format of worker/checkpoint/format.py are made of a copy when an attempt is to go on from it: it is read as any checkpoint,
+by CopyFiles, on any layout, and training has not paid for that. Keepers take nothing of an attempt that another has
+followed, and end when no attempt is heard of for a while.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import math
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import fsspec
@@ -26,8 +28,8 @@ from fsspec import AbstractFileSystem
 
 from worker.checkpoint.blobs import BLOB_BYTES, Blob, BlobWriter
 from worker.checkpoint.chunked import HeldParts, TensorIndex, add_state
-from worker.checkpoint.format import shard_description
-from worker.contract.checkpoint_files import MANIFEST, shard_path, step_folder_name
+from worker.checkpoint.format import index_shards, shard_description
+from worker.contract.checkpoint_files import CheckpointError, shard_path, step_folder_name
 from worker.machine.keepers import find_keepers, keeper_results
 from worker.machine.telemetry import available_bytes
 
@@ -60,8 +62,45 @@ class CopyKey:
         return f"{job}/{_ATTEMPT_PREFIX}{self.attempt}/{step_folder_name(self.step)}"
 
 
+@dataclass
+class _HeldShard:
+    """The values of a shard as they came, and the SHA-256 of their tensors' bytes."""
+
+    values: list[Any] = field(default_factory=list)
+    sha256: Any = field(default_factory=hashlib.sha256)
+
+    def add(self, value: Any) -> None:
+        if isinstance(value, PackedTensor):
+            self.sha256.update(value.content)
+        self.values.append(value)
+
+    @property
+    def bytes(self) -> int:
+        return sum(value.content.nbytes for value in self.values if isinstance(value, PackedTensor))
+
+    def write(self, file: Any) -> list[Blob] | None:
+        """Write the shard's file, and drop the values; its blobs. None where the values are not what came."""
+        summed, writer = hashlib.sha256(), BlobWriter(file)
+        for position, value in enumerate(self.values):
+            if isinstance(value, PackedTensor):
+                summed.update(value.content)
+            writer.add(unpack_value(value))
+            self.values[position] = None
+        return writer.blobs if summed.digest() == self.sha256.digest() else None
+
+
+@dataclass
+class _HeldCopy:
+    """The shards of a copy, its record once it is complete, and its files once it is to be read."""
+
+    shards: dict[str, _HeldShard] = field(default_factory=dict)
+    record: bytes | None = None
+    files: dict[str, io.BytesIO] = field(default_factory=dict)
+    blobs: dict[str, list[Blob]] = field(default_factory=dict)
+
+
 class CopyKeeper:
-    """Holds the files of copies of `job`, for its own node and the one before.
+    """Holds shards of copies of `job`, for its own node and the one before.
 
     `end` is called when no call has come for `lease_s` seconds; None: this process is the keeper's own, and ends.
     """
@@ -69,8 +108,7 @@ class CopyKeeper:
     def __init__(self, job: str, lease_s: float = LEASE_S, end: Callable[[], None] | None = None):
         self._job = job
         self._attempt = 0
-        self._copies: dict[CopyKey, dict[str, io.BytesIO]] = {}
-        self._written: dict[tuple[CopyKey, str], tuple[io.BytesIO, BlobWriter]] = {}
+        self._copies: dict[CopyKey, _HeldCopy] = {}
         self._called_at = time.monotonic()
         if end is None:
             os.nice(_LOWEST_PRIORITY)
@@ -85,67 +123,80 @@ class CopyKeeper:
         """A driver of the job is there."""
         self._called_at = time.monotonic()
 
-    def begin_attempt(self, attempt: int) -> dict[CopyKey, dict[str, int]]:
-        """Take nothing of earlier attempts from now on; the files that are held, with their bytes, by copies."""
+    def begin_attempt(self, attempt: int) -> dict[CopyKey, bytes]:
+        """Take nothing of earlier attempts from now on; the records of the complete copies that are held."""
         self._check_attempt(attempt)
         self._attempt = attempt
-        self._written.clear()
-        return self.sizes()
+        return {key: copy.record for key, copy in self._copies.items() if copy.record is not None}
+
+    def add(self, key: CopyKey, shard: str, number: int, values: Sequence[Any]) -> None:
+        """Hold values, as `pack_value` gives them, behind the first `number` of a shard."""
+        self._check_attempt(key.attempt)
+        shards = self._copies.setdefault(key, _HeldCopy()).shards
+        if number == 0:
+            shards[shard] = _HeldShard()
+        held = shards[shard]
+        if len(held.values) != number:
+            raise ValueError(
+                f"shard {shard!r} has {len(held.values)} values, and number {number} was to follow"
+            )
+        for value in values:
+            held.add(_owned(value))
+
+    def complete(self, key: CopyKey, record: bytes) -> None:
+        """All shards of a copy are held, by this keeper or others: drop all other copies."""
+        self._check_attempt(key.attempt)
+        self._copies.setdefault(key, _HeldCopy()).record = record
+        self.keep_only(key.attempt, key)
+
+    def keep_only(self, attempt: int, key: CopyKey | None) -> None:
+        """Drop all copies but this one."""
+        self._check_attempt(attempt)
+        self._copies = {one: copy for one, copy in self._copies.items() if one == key}
+
+    def write_files(self, key: CopyKey) -> dict[str, list[Blob]]:
+        """Make files of the shards of a copy that are held, to be read; their blobs. A damaged shard is left out."""
+        self.renew()
+        if (copy := self._copies.get(key)) is None:
+            return {}
+        while copy.shards:
+            shard, held = copy.shards.popitem()
+            file = io.BytesIO()
+            if (blobs := held.write(file)) is not None:
+                copy.files[shard_file(shard)], copy.blobs[shard] = file, blobs
+        return copy.blobs
+
+    def put(self, attempt: int, key: CopyKey, files: Mapping[str, bytes]) -> None:
+        """Hold files beside those of the shards of a copy."""
+        self._check_attempt(attempt)
+        if key in self._copies:
+            self._copies[key].files |= {name: io.BytesIO(content) for name, content in files.items()}
 
     def sizes(self) -> dict[CopyKey, dict[str, int]]:
-        """The bytes of the files of each copy that is held."""
+        """The bytes of the files of each copy."""
         return {
-            key: {name: file.getbuffer().nbytes for name, file in files.items()}
-            for key, files in self._copies.items()
+            key: {name: file.getbuffer().nbytes for name, file in copy.files.items()}
+            for key, copy in self._copies.items()
+        }
+
+    def held(self) -> dict[CopyKey, int]:
+        """The bytes of the copies that are held."""
+        sizes = self.sizes()
+        return {
+            key: sum(sizes[key].values()) + sum(shard.bytes for shard in copy.shards.values())
+            for key, copy in self._copies.items()
         }
 
     def free_bytes(self) -> int | None:
         """The bytes of memory that this node, or container, has for copies: what is free, and what they hold now."""
         free = available_bytes()
-        held = sum(sum(files.values()) for files in self.sizes().values())
-        return None if free is None else free + held
-
-    def add(self, key: CopyKey, shard: str, number: int, values: Sequence[Any]) -> None:
-        """Write values, as `pack_value` gives them, behind the first `number` of a shard."""
-        self._check_attempt(key.attempt)
-        if number == 0:
-            file = io.BytesIO()
-            self._written[key, shard] = file, BlobWriter(file)
-        _, writer = self._written[key, shard]
-        if len(writer.blobs) != number:
-            raise ValueError(
-                f"shard {shard!r} has {len(writer.blobs)} values, and number {number} was to follow"
-            )
-        for value in values:
-            writer.add(unpack_value(value))
-
-    def finish(self, key: CopyKey, shard: str) -> list[Blob]:
-        """Hold the shard, all of whose values were added; its blobs."""
-        self._check_attempt(key.attempt)
-        file, writer = self._written.pop((key, shard))
-        self._copies.setdefault(key, {})[shard_file(shard)] = file
-        return writer.blobs
-
-    def put(self, key: CopyKey, name: str, begin: int, content: bytes) -> None:
-        """Write a part of a file that begins at the byte `begin`."""
-        self._check_attempt(key.attempt)
-        files = self._copies.setdefault(key, {})
-        if begin == 0:
-            files[name] = io.BytesIO()
-        files[name].seek(begin)
-        files[name].write(content)
-
-    def keep_only(self, attempt: int, key: CopyKey | None) -> None:
-        """Drop all copies but this one."""
-        self._check_attempt(attempt)
-        self._copies = {one: files for one, files in self._copies.items() if one == key}
-        self._written = {place: file for place, file in self._written.items() if place[0] == key}
+        return None if free is None else free + sum(self.held().values())
 
     def read(self, key: CopyKey, name: str, begin: int, end: int) -> bytes:
         """The bytes of a file from `begin` to `end`. FileNotFoundError where it is not held."""
         self.renew()
         try:
-            file = self._copies[key][name]
+            file = self._copies[key].files[name]
         except KeyError:
             raise FileNotFoundError(f"{key.folder(self._job)}/{name}") from None
         return bytes(file.getbuffer()[begin:end])
@@ -196,35 +247,28 @@ def unpack_value(value: Any) -> Any:
     return tensor
 
 
-@dataclass(frozen=True)
-class CopiedShard:
-    """A shard that is held by keepers, as `index_shards` takes it."""
-
-    shard: str
-    description: Mapping[str, Any]
-    bytes: int
+def _owned(value: Any) -> Any:
+    """The packed value with bytes of its own: those that came by Ray are in its store."""
+    return replace(value, content=value.content.copy()) if isinstance(value, PackedTensor) else value
 
 
 class ShardUpload:
-    """Gives the shard of one worker to the first of its `keepers`, and the file that this makes of it to the others."""
+    """Gives the shard of one worker to its `keepers`, in parts of about BLOB_BYTES."""
 
     def __init__(self, keepers: Sequence[Any], key: CopyKey, shard: str):
-        (self._keeper, *self._others), self._key, self._shard = keepers, key, shard
+        self._keepers, self._key, self._shard = keepers, key, shard
         self._waiting: list[Any] = []
         self._waiting_bytes = self._added = 0
-        self._adding: Any = None
+        self._adding: list[Any] = []
 
-    def write(self, state: Mapping[str, Any], held: HeldParts, beside: Sequence[str]) -> CopiedShard:
-        """Write `state`, as `save_shard` does. Raises what a keeper raises, RayActorError where one is gone."""
+    def write(self, state: Mapping[str, Any], held: HeldParts, beside: Sequence[str]) -> dict[str, Any]:
+        """Give `state` to the keepers; its description, whose blobs are known when files are made of it. Raises what a
+        keeper raises, RayActorError where one is gone."""
         entries, rest = add_state(self._shard, state, held, self._add)
         self._flush()
         self._wait()
-        blobs: list[Blob] = _result(self._keeper.finish.remote(self._key, self._shard))
-        index = TensorIndex(entries, {self._shard: blobs}, {} if rest is None else {self._shard: rest})
-        size = sum(length for length, _ in blobs)
-        for other in self._others:
-            self._hand_on(other, size)
-        return CopiedShard(self._shard, shard_description(self._key.step, state, beside, index), size)
+        index = TensorIndex(entries, {self._shard: []}, {} if rest is None else {self._shard: rest})
+        return shard_description(self._key.step, state, beside, index)
 
     def _add(self, value: Any) -> int:
         packed = pack_value(value)
@@ -238,21 +282,44 @@ class ShardUpload:
     def _flush(self) -> None:
         self._wait()  # one part is on its way at a time: what Ray holds meanwhile is bounded
         if self._waiting:
-            self._adding = self._keeper.add.remote(self._key, self._shard, self._added, self._waiting)
+            part = _stored(self._waiting) if len(self._keepers) > 1 else self._waiting
+            self._adding = [
+                keeper.add.remote(self._key, self._shard, self._added, part) for keeper in self._keepers
+            ]
             self._added += len(self._waiting)
             self._waiting, self._waiting_bytes = [], 0
 
     def _wait(self) -> None:
-        adding, self._adding = self._adding, None
-        if adding is not None:
-            _result(adding)
+        adding, self._adding = self._adding, []
+        for ref in adding:
+            _result(ref)
 
-    def _hand_on(self, other: Any, size: int) -> None:
-        """Have another keeper hold the file too: its parts go from one to the other."""
-        name = shard_file(self._shard)
-        for begin in range(0, size, BLOB_BYTES):
-            part = self._keeper.read.remote(self._key, name, begin, min(size, begin + BLOB_BYTES))
-            _result(other.put.remote(self._key, name, begin, part))
+
+def copy_record(descriptions: Mapping[str, Mapping[str, Any]], notes: Mapping[str, Any]) -> bytes:
+    """The record of a complete copy: the descriptions of its shards, and the notes of a checkpoint."""
+    return json.dumps({"shards": dict(descriptions), "notes": dict(notes)}).encode()
+
+
+def indexed_copy(
+    uri: str, key: CopyKey, record: bytes, blobs: Mapping[str, Sequence[Blob]]
+) -> dict[str, bytes]:
+    """The index and the manifest of a complete copy, of whose shards files were made with these blobs. CheckpointError where
+    some are not held any more."""
+    known = json.loads(record)
+    if lost := sorted(known["shards"].keys() - blobs.keys()):
+        raise CheckpointError(f"{', '.join(lost[:4])} of {uri} is held by no keeper any more, or is damaged")
+    shards = {}
+    for shard, description in known["shards"].items():
+        description["index"]["blobs"] = {shard: blobs[shard]}
+        shards[shard] = description, sum(length for length, _ in blobs[shard])
+    return index_shards(uri, key.step, shards, known["notes"])
+
+
+def _stored(values: Sequence[Any]) -> Any:
+    """Values that several keepers take from Ray's store."""
+    import ray
+
+    return ray.put(values)
 
 
 def _result(ref: Any) -> Any:
@@ -338,11 +405,3 @@ class CopyFiles(AbstractFileSystem):
 
 
 fsspec.register_implementation(PROTOCOL, CopyFiles, clobber=True)
-
-
-def complete_copies(listings: Mapping[str, Mapping[CopyKey, Mapping[str, int]]]) -> list[CopyKey]:
-    """The copies of which a keeper has the manifest, the newest first; `listings` are what keepers hold, by node."""
-    return sorted(
-        {key for copies in listings.values() for key, files in copies.items() if MANIFEST in files},
-        reverse=True,
-    )

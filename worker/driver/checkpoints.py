@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from worker.actor.saver import SnapshotMemory
+from worker.actor.step_result import CopiedShard
 from worker.checkpoint import format as checkpoint_format
+from worker.checkpoint.copies import CopyKey
 from worker.checkpoint.resumption import (
     ResumedWorker,
     ResumeSource,
@@ -173,12 +175,17 @@ class Checkpoints:
         step, uri = found
         return uri if all(step > step_of(checkpoint) for checkpoint in checkpoints) else None
 
-    def copy_behind(self, step: int, evaluations: Evaluations) -> None:
-        """The workers have been asked for `step`, and not for the next: have them copy their state behind it where that is
-        due."""
+    def copy_behind(self, step: int, evaluations: Evaluations) -> CopyKey | None:
+        """The copy that the workers are to take of their state behind `step`, before the next; None where none is due."""
+        if self._copies is None:
+            return None
+        save = self._save_request(step, evaluations)
+        return self._copies.begin_behind(step, lambda: self._notes(save))
+
+    def take_copies(self, copied: Sequence[CopiedShard | None]) -> None:
+        """Take the results of copies that have come to their end on workers, in the workers' order."""
         if self._copies is not None:
-            save = self._save_request(step, evaluations)
-            self._copies.begin_behind(step, lambda: self._notes(save))
+            self._copies.take(copied)
 
     def _restore_data_origin(self, uri: str) -> None:
         """Have data begin where the job's own checkpoint says; restoring it reports one that cannot be read."""
@@ -250,16 +257,12 @@ class Checkpoints:
         """The workers were asked for `step`: ask them behind it how far a pending checkpoint is."""
         if self._pending is not None:
             self._pending.poll_behind(step)
-        if self._copies is not None:
-            self._copies.poll_behind(step)
 
     def after(self, step: int, *, last: bool, evaluations: Evaluations | None = None) -> None:
         """Save when it is due, or when the evaluation after this step is the best so far; the workers run nothing
         meanwhile. After the last step all is saved when this returns."""
         if self._pending is not None and (outcome := self._pending.outcome_after(step)) is not None:
             self._handle_outcome(outcome)
-        if self._copies is not None:
-            self._copies.after(step)
         if not self._saves(step, last, evaluations):
             return
         save = self._save_request(step, evaluations)

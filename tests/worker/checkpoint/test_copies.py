@@ -15,13 +15,15 @@ from worker.checkpoint.chunked import HeldParts
 from worker.checkpoint.copies import (
     CopyKeeper,
     CopyKey,
+    PackedTensor,
     ShardUpload,
     StaleAttemptWriteError,
-    complete_copies,
+    copy_record,
+    indexed_copy,
     pack_value,
     unpack_value,
 )
-from worker.contract.checkpoint_files import DamagedCheckpointError
+from worker.contract.checkpoint_files import CheckpointError, DamagedCheckpointError
 from worker.parallel.shard_spec import ShardSpec
 
 KEY = CopyKey(7, 1)
@@ -58,18 +60,26 @@ def held(rank):
     return HeldParts({"split": ShardSpec("split", 0, (6,), rank, 2)})
 
 
-def copied(keepers, key=KEY, nodes=("a", "b"), notes=None):
-    """A complete copy of both ranks, each at the keepers of the nodes in their order, or in the other."""
-    shards = {}
-    for rank, order in enumerate((nodes, nodes[::-1])):
+def copied(keepers, key=KEY, nodes=("a", "b"), notes=None, alone=False):
+    """A complete copy of both ranks, each at the keepers of all nodes, or of one `alone`."""
+    descriptions = {}
+    for rank, node in enumerate(nodes):
         shard = checkpoint_format.rank_shard("m0", rank)
-        upload = ShardUpload([keepers.handles[node] for node in order], key, shard)
+        handles = [keepers.handles[one] for one in ([node] if alone else nodes)]
         beside = ["m0.rank1"] if rank == 0 else []
-        written = upload.write(state(rank), held(rank), beside)
-        shards[shard] = written.description, written.bytes
-    for name, content in checkpoint_format.index_shards(key.uri("job"), key.step, shards, notes).items():
-        for node in nodes:
-            keepers.keepers[node].put(key, name, 0, content)
+        descriptions[shard] = ShardUpload(handles, key, shard).write(state(rank), held(rank), beside)
+    for node in nodes:
+        keepers.keepers[node].complete(key, copy_record(descriptions, notes or {}))
+
+
+def make_readable(keepers, key=KEY):
+    """Have files made of a copy, as the next attempt does."""
+    records, blobs = [], {}
+    for keeper in keepers.keepers.values():
+        records.append(keeper.begin_attempt(key.attempt)[key])
+        blobs |= keeper.write_files(key)
+    for keeper in keepers.keepers.values():
+        keeper.put(key.attempt, key, indexed_copy(key.uri("job"), key, records[0], blobs))
 
 
 def same(one, other):
@@ -82,6 +92,7 @@ def same(one, other):
 
 def test_a_copy_is_read_as_the_checkpoint_of_the_same_state_whatever_wrote_it(keepers, tmp_path):
     copied(keepers, notes={"undelivered": {"steps": [1]}})
+    make_readable(keepers)
     on_disk = checkpoint_format.step_uri(str(tmp_path), "job", 7)
     checkpoint_format.save_shard(on_disk, step=7, shard="m0", state=state())
     checkpoint_format.finish_checkpoint(on_disk, step=7, shards=["m0"], keep=1)
@@ -102,7 +113,8 @@ def test_a_copy_is_read_as_the_checkpoint_of_the_same_state_whatever_wrote_it(ke
 def test_each_part_is_at_two_keepers_and_one_of_them_is_enough(keepers, monkeypatch):
     monkeypatch.setattr(copies, "BLOB_BYTES", 100)  # in many parts
     copied(keepers)
-    assert keepers.called.count("add") > 2 and keepers.called.count("put") > 4
+    assert keepers.called.count("add") > 4
+    make_readable(keepers)
     whole = checkpoint_format.load_checkpoint(URI)[0]
     sizes = [keeper.sizes() for keeper in keepers.keepers.values()]
     assert sizes[0] == sizes[1] and {"m0.distcp", "m0.rank1.distcp"} < sizes[0][KEY].keys()
@@ -116,21 +128,37 @@ def test_each_part_is_at_two_keepers_and_one_of_them_is_enough(keepers, monkeypa
 
 
 def test_without_a_second_keeper_a_lost_one_takes_a_part_along(keepers):
-    copied(keepers, nodes=("a", "b"))
-    for node, shard in (("a", "m0.rank1"), ("b", "m0")):  # as where each is at its own keeper alone
-        del keepers.keepers[node]._copies[KEY][copies.shard_file(shard)]
+    copied(keepers, alone=True)
+    del keepers.keepers["b"]
+    with pytest.raises(
+        CheckpointError, match=r"^m0\.rank1 of .*step-0000000007 is held by no keeper any more"
+    ):
+        make_readable(keepers)
+    assert not checkpoint_format.is_whole_checkpoint(URI)
+
+
+def test_a_keeper_that_is_lost_while_its_copy_is_read_is_a_damage(keepers):
+    copied(keepers, alone=True)
+    make_readable(keepers)
     assert checkpoint_format.is_whole_checkpoint(URI)
     del keepers.keepers["b"]
-    assert complete_copies({"a": keepers.keepers["a"].sizes()}) == [KEY]
-    assert not checkpoint_format.is_whole_checkpoint(URI)
     with pytest.raises(DamagedCheckpointError, match=r"m0\.rank1.* is missing"):
         checkpoint_format.load_checkpoint(URI)
 
 
-def test_one_bit_of_a_copy_that_changed_in_memory_is_found(keepers):
+def test_one_bit_that_changed_in_memory_is_found_before_files_are_made_and_behind_that(keepers):
     copied(keepers)
+    tensor = next(
+        v for v in keepers.keepers["a"]._copies[KEY].shards["m0"].values if isinstance(v, PackedTensor)
+    )
+    tensor.content[3] ^= 1
+    keepers.keepers["b"]._copies[KEY].shards.clear()
+    with pytest.raises(CheckpointError, match=r"m0.* is damaged"):
+        make_readable(keepers)
+    copied(keepers)
+    make_readable(keepers)
     for keeper in keepers.keepers.values():
-        keeper._copies[KEY]["m0.distcp"].getbuffer()[700] ^= 1
+        keeper._copies[KEY].files["m0.distcp"].getbuffer()[700] ^= 1
     with pytest.raises(DamagedCheckpointError, match=r"m0\.distcp"):
         checkpoint_format.load_checkpoint(URI)
 
@@ -141,19 +169,20 @@ def test_a_late_writer_of_an_earlier_attempt_changes_nothing(keepers):
     for keeper in keepers.keepers.values():
         keeper.begin_attempt(2)
     copied(keepers, newer)
-    before = [keeper.sizes() for keeper in keepers.keepers.values()]
+    before = [keeper.held() for keeper in keepers.keepers.values()]
     with pytest.raises(StaleAttemptWriteError, match=r"attempt 1 of job job writes a copy, and attempt 2"):
         late.write(state(0), held(0), [])
     for keeper in keepers.keepers.values():
         for call in (
-            lambda keeper=keeper: keeper.put(CopyKey(9, 1), "manifest.json", 0, b"{}"),
+            lambda keeper=keeper: keeper.complete(CopyKey(9, 1), b"{}"),
             lambda keeper=keeper: keeper.keep_only(1, None),
-            lambda keeper=keeper: keeper.finish(CopyKey(9, 1), "m0"),
+            lambda keeper=keeper: keeper.put(1, newer, {"manifest.json": b"{}"}),
             lambda keeper=keeper: keeper.begin_attempt(1),
         ):
             with pytest.raises(StaleAttemptWriteError):
                 call()
-    assert [keeper.sizes() for keeper in keepers.keepers.values()] == before
+    assert [keeper.held() for keeper in keepers.keepers.values()] == before and before[0].keys() == {newer}
+    make_readable(keepers, newer)
     assert same(checkpoint_format.load_checkpoint(newer.uri("job"))[0]["parameters"], state()["parameters"])
 
 

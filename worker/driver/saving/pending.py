@@ -1,4 +1,4 @@
-"""Follows a checkpoint, or a copy, that workers write beside training, from their first byte to its manifest.
+"""Follows a checkpoint that workers write beside training, from their first byte to its manifest.
 
 Polled between steps, and waited for only where it must be.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from worker.actor.saver import BackgroundTask
+from worker.actor.saver import BackgroundTask, ShardWriteResult
 from worker.contract.failures import AttemptFailure
 from worker.contract.reasons import Reason
 from worker.driver.gang import Gang, Phase
@@ -27,11 +27,10 @@ class CheckpointOutcome:
 
 
 class PendingCheckpoint:
-    """The checkpoint, or copy, after `step` (`description` names it), which the workers have begun to write.
+    """The checkpoint after `step`, which the workers have begun to write.
 
-    `poll` is the call by which each says its result, None while it writes. `commit` gets the results of all, and writes the
-    manifest, on a thread of its own. Workers have to end within `limit_s` of now, and the manifest may take as long behind
-    them.
+    `commit` gets the results of all, and writes its manifest, on a thread of its own. Workers have to end within `limit_s`
+    of now, and the manifest may take as long behind them.
     """
 
     def __init__(
@@ -39,25 +38,23 @@ class PendingCheckpoint:
         step: int,
         *,
         gang: Gang,
-        commit: Callable[[Sequence[Any]], None],
+        commit: Callable[[Sequence[ShardWriteResult]], None],
         limit_s: float,
-        poll: str = "saved",
-        description: str = "the checkpoint",
     ):
         self.step = step
-        self._poll, self._description = poll, f"{description} after step {step}"
+        self._description = f"the checkpoint after step {step}"
         self._gang, self._commit = gang, commit
         self._limit_s, self._deadline = limit_s, time.monotonic() + limit_s
         # the pending answers of all workers, by the step behind which they come
         self._polls: dict[int, list[Any]] = {}
-        self._results: list[Any] | None = None
+        self._results: list[ShardWriteResult] | None = None
         self._committing: BackgroundTask[None] | None = None
         self._waiting: Sequence[int] = ()  # workers that still write, as far as is known
 
     def poll_behind(self, step: int) -> None:
         """Ask the workers how far they are once they have ended `step`, which they were asked for before."""
         if self._results is None:
-            self._polls[step] = self._gang.ask(self._poll)
+            self._polls[step] = self._gang.ask("saved")
 
     def outcome_after(self, step: int) -> CheckpointOutcome | None:
         """Its end, as far as is known after `step`; None while it is pending. Raises AttemptFailure where a worker is
@@ -71,15 +68,15 @@ class PendingCheckpoint:
         """Wait until it has ended; AttemptFailure as above. The workers run no step meanwhile."""
         while (outcome := self._outcome()) is None:
             if self._results is None:
-                self._take_answers(self._answers(self._gang.ask(self._poll)))
+                self._take_answers(self._answers(self._gang.ask("saved")))
             self._gang.raise_if_interrupted(Phase.CHECKPOINT)
             time.sleep(_POLL_INTERVAL_S)
         return outcome
 
-    def _answers(self, refs: list[Any]) -> list[Any]:
+    def _answers(self, refs: list[Any]) -> list[ShardWriteResult | None]:
         return self._gang.wait(refs, phase=Phase.CHECKPOINT, what=self._description)
 
-    def _take_answers(self, answers: Sequence[Any]) -> None:
+    def _take_answers(self, answers: Sequence[ShardWriteResult | None]) -> None:
         """Write the manifest as soon as every worker has written and summed what is its."""
         self._waiting = [index for index, result in enumerate(answers) if result is None]
         if self._waiting:

@@ -8,20 +8,20 @@ What keepers hold is in worker/checkpoint/copies.py.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from worker.actor.saver import ShardCopyResult, SnapshotMemory
-from worker.checkpoint.copies import CALL_LIMIT_S, LEASE_S, CopyKeeper, CopyKey, complete_copies
-from worker.checkpoint.format import index_shards, is_whole_checkpoint
+from worker.actor.saver import BackgroundTask, SnapshotMemory
+from worker.actor.step_result import CopiedShard
+from worker.checkpoint.copies import CALL_LIMIT_S, LEASE_S, CopyKeeper, CopyKey, copy_record, indexed_copy
+from worker.checkpoint.format import is_whole_checkpoint
 from worker.contract.checkpoint_files import CheckpointError
 from worker.driver.gang import Gang, PerWorker, Phase
 from worker.driver.reporter import Reporter
-from worker.driver.saving.pending import PendingCheckpoint
 from worker.machine.keepers import end_keepers, find_keepers, keeper_results, start_keepers
 from worker.machine.telemetry import MEMORY_MARGIN
 
@@ -35,6 +35,17 @@ _SNAPSHOTS = 1
 _RENEWALS_A_LEASE = 10
 _ANSWER_S = 10.0
 """For keepers to say what they hold; one that does not is done without."""
+
+
+@dataclass
+class _PendingCopy:
+    """A copy that is on its way: the results of workers by their number, and the task that makes it complete."""
+
+    key: CopyKey
+    notes: Callable[[], Mapping[str, Any]]
+    began: float = field(default_factory=time.monotonic)
+    results: dict[int, CopiedShard] = field(default_factory=dict)
+    committing: BackgroundTask[None] | None = None
 
 
 class StateCopies:
@@ -61,7 +72,8 @@ class StateCopies:
         self._earlier_keepers: Mapping[str, Any] = {}
         self._found: CopyKey | None = None
         self._enabled = False
-        self._pending: tuple[CopyKey, PendingCheckpoint, float] | None = None
+        self._copying_workers = 0
+        self._pending: _PendingCopy | None = None
         self._copied_step: int | None = None
         self._failures = 0
         self._closed = threading.Event()
@@ -69,14 +81,16 @@ class StateCopies:
     def open(self) -> None:
         """Fence off earlier attempts, find what they left, and have a keeper on each node of the gang."""
         self._earlier_keepers = earlier = find_keepers(self._job_id)
-        complete = complete_copies(self._calls(earlier, "begin_attempt", self._attempt))
-        self._found = next((key for key in complete if is_whole_checkpoint(key.uri(self._job_id))), None)
+        records = self._calls(earlier, "begin_attempt", self._attempt)
+        complete = {key: record for of_node in records.values() for key, record in of_node.items()}
+        for key in sorted(complete, reverse=True):
+            try:
+                self._make_readable(key, complete[key])
+                self._found = key
+                break
+            except CheckpointError as error:
+                self._reporter.event("copies", f"the copy after step {key.step} is not whole: {error}")
         self._calls(earlier, "keep_only", self._attempt, self._found)
-        if complete and complete[0] != self._found:
-            self._reporter.event(
-                "copies",
-                f"the copy after step {complete[0].step} is not whole: a keeper that held some of it is gone",
-            )
         self._start_keepers()
         threading.Thread(target=self._renew, name="slotline-copies", daemon=True).start()
 
@@ -104,55 +118,55 @@ class StateCopies:
         self._assign_keepers()
         self._enabled = True
 
-    def begin_behind(self, step: int, notes: Callable[[], Mapping[str, Any]]) -> None:
-        """Ask the workers, before they are asked for the next step, to copy their state behind `step` where that is due;
-        `notes` are those of a checkpoint there."""
+    def begin_behind(self, step: int, notes: Callable[[], Mapping[str, Any]]) -> CopyKey | None:
+        """The copy that the workers are to take of their state behind `step`, before they run the next; None where none is
+        due. `notes` are those of a checkpoint there."""
         if self._copied_step is None:  # the state that the attempt begins with
             self._copied_step = step
-            return
+            return None
         due = step - self._copied_step >= self._every_steps or step % self._every_steps == 0
         if not self._enabled or self._pending is not None or not due:
-            return
-        key = CopyKey(step, self._attempt)
-        self._gang.ask("begin_copy", key)
-        pending = PendingCheckpoint(
-            step,
-            gang=self._gang,
-            commit=lambda results: self._commit(key, results, notes()),
-            limit_s=math.inf,  # each call of a keeper has its own
-            poll="copied",
-            description="the copy of the state",
-        )
-        self._pending, self._copied_step = (key, pending, time.monotonic()), step
+            return None
+        self._pending, self._copied_step = _PendingCopy(CopyKey(step, self._attempt), notes), step
+        return self._pending.key
 
-    def poll_behind(self, step: int) -> None:
-        """The workers were asked for `step`: ask them behind it how far a pending copy is."""
-        if self._pending is not None:
-            self._pending[1].poll_behind(step)
+    def take(self, copied: Sequence[CopiedShard | None]) -> None:
+        """Take the results of workers whose copies have come to their end since the step before, in the workers' order."""
+        pending = self._pending
+        if pending is None:
+            return
+        pending.results |= {index: result for index, result in enumerate(copied) if result is not None}
+        if pending.committing is None:
+            if len(pending.results) < self._copying_workers:
+                return
+            if errors := [result.error for result in pending.results.values() if result.error]:
+                self._fail("; ".join(dict.fromkeys(errors)))
+                return
+            shards = {result.shard: result.description for _, result in sorted(pending.results.items())}
+            pending.committing = BackgroundTask(lambda: self._commit(pending, shards), "slotline-copy")
+        if not pending.committing.done:
+            return
+        try:
+            pending.committing.result(0.0)
+        except Exception as error:
+            self._fail(f"{type(error).__name__}: {error}")
+            return
+        self._pending, self._failures = None, 0
+        self._timed("copy", time.monotonic() - pending.began)
 
-    def after(self, step: int) -> None:
-        """Take the end of the pending copy, as far as it is known after `step`."""
-        if self._pending is None:
-            return
-        key, pending, began = self._pending
-        if (outcome := pending.outcome_after(step)) is None:
-            return
-        self._pending = None
-        if outcome.error is None:
-            self._failures = 0
-            self._timed("copy", time.monotonic() - began)
-            return
+    def _fail(self, error: str) -> None:
+        step, self._pending = self._pending.key.step, None
         self._failures += 1
-        log.warning("the copy of the state after step %d failed: %s", key.step, outcome.error)
+        log.warning("the copy of the state after step %d failed: %s", step, error)
         if self._failures >= _MAX_FAILURES:
             self._enabled = False
             self._reporter.event(
                 "copies",
-                f"no more copies of the state are taken: the last {self._failures} failed, the one after step "
-                f"{key.step}: {outcome.error}",
+                f"no more copies of the state are taken: the last {self._failures} failed, the one after step {step}: "
+                f"{error}",
             )
             return
-        self._reporter.event("copies", f"the copy of the state after step {key.step} failed: {outcome.error}")
+        self._reporter.event("copies", f"the copy of the state after step {step} failed: {error}")
         self._start_keepers()  # one may be gone
         self._assign_keepers()
 
@@ -167,20 +181,24 @@ class StateCopies:
         if not job_goes_on:
             self._end_keepers()
 
-    def _commit(self, key: CopyKey, results: Sequence[ShardCopyResult], notes: Mapping[str, Any]) -> None:
-        """Give the files that make a copy complete to all keepers, and have them drop what is older. On any thread."""
-        shards = {
-            result.shard.shard: (result.shard.description, result.shard.bytes)
-            for result in results
-            if result.shard is not None
-        }
-        for name, content in index_shards(key.uri(self._job_id), key.step, shards, notes).items():
-            put = self._calls(self._keepers, "put", key, name, 0, content)
-            if len(put) < len(self._keepers):
-                raise CheckpointError(
-                    f"{len(self._keepers) - len(put)} of {len(self._keepers)} keepers did not take {name}"
-                )
-        self._calls(self._keepers, "keep_only", self._attempt, key)
+    def _make_readable(self, key: CopyKey, record: bytes) -> None:
+        """Have keepers make files of a copy that earlier attempts left. CheckpointError where some of it is lost."""
+        uri = key.uri(self._job_id)
+        written = self._calls(self._earlier_keepers, "write_files", key, limit_s=CALL_LIMIT_S)
+        blobs = {shard: found for of_node in written.values() for shard, found in of_node.items()}
+        files = indexed_copy(uri, key, record, blobs)
+        self._calls(self._earlier_keepers, "put", self._attempt, key, files)
+        if not is_whole_checkpoint(uri):
+            raise CheckpointError(f"{uri} is not held any more")
+
+    def _commit(self, pending: _PendingCopy, shards: Mapping[str, Mapping[str, Any]]) -> None:
+        """Make a copy complete at all keepers, which drop what is older. On any thread."""
+        record = copy_record(shards, pending.notes())
+        taken = self._calls(self._keepers, "complete", pending.key, record)
+        if len(taken) < len(self._keepers):
+            raise CheckpointError(
+                f"{len(self._keepers) - len(taken)} of {len(self._keepers)} keepers did not take it"
+            )
         if self._earlier_keepers.keys() - self._keepers.keys():  # of nodes that the job has left
             end_keepers([self._job_id], but_on=self._keepers)
         self._earlier_keepers = {}
@@ -195,7 +213,7 @@ class StateCopies:
         """Tell each worker its keepers: that of its node, and that of the next one where there are several."""
         nodes = list(self._keepers)
         following = dict(zip(nodes, [*nodes[1:], *nodes[:1]], strict=True))
-        self._gang.call(
+        copying = self._gang.call(
             "copy_to",
             PerWorker(
                 [self._keepers[node] for node in dict.fromkeys((address.node_id, following[address.node_id]))]
@@ -204,6 +222,7 @@ class StateCopies:
             phase=Phase.SETUP,
             what="taking the keepers of copies",
         )
+        self._copying_workers = sum(copying)
 
     def _shortfall(self, rooms: Sequence[SnapshotMemory], planned_bytes: Mapping[str, int]) -> str | None:
         """The node without memory for its copies, with the numbers; None where all have it."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from service.orchestrator.attempts import keeper_removal
+from service.orchestrator import loop
 from service.orchestrator.decisions.attempt_lifecycle import RayJob, RayState
 from service.orchestrator.ray.jobs_api import RayJobSubmission, ResourceUse
 from service.spec.states import AttemptState
@@ -49,8 +49,8 @@ class KeepingCluster(FakeCluster):
 
 @pytest.fixture
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    monkeypatch.setattr(keeper_removal, "SETTLE_S", 0.0)
-    monkeypatch.setattr(keeper_removal, "PAUSE_S", 0.0)
+    monkeypatch.setattr(loop, "RELEASE_SETTLE_S", 0.0)
+    monkeypatch.setattr(loop, "RELEASE_PAUSE_S", 0.0)
     monkeypatch.setattr("service.orchestrator.tasks.runner.TASK_LOG_SETTLES_S", 0.0)
     monkeypatch.setattr("service.orchestrator.ray.driver_logs._LOG_SETTLES_S", 0.0)
     database = Database(f"sqlite+aiosqlite:///{tmp_path / 'store.db'}")
@@ -109,7 +109,7 @@ async def test_a_release_that_fails_is_tried_again(world: World):
 
 
 async def test_a_driver_has_time_to_end_the_keepers_itself(world: World, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(keeper_removal, "SETTLE_S", 60.0)
+    monkeypatch.setattr(loop, "RELEASE_SETTLE_S", 60.0)
     job_id = await world.start()
     await world.report(f"{job_id}-1", 2, state=AttemptState.SUCCEEDED)
     world.cluster.keeping = {job_id}
