@@ -1,9 +1,9 @@
 """The orchestrator's loop: read the queue, decide, apply; one control plane at a time, by a fenced lease.
 
 Fetch, decide, apply: Ray is called with no database session open. All state is in the store, so that a restart, or
-another control plane, goes on from it. Work of a round is in attempts/, ray/driver_logs.py and RetentionSweeper, which write
-through `fenced`: writes of a control plane that was replaced are refused. The lease is taken anew only when all work
-of the earlier term has ended; a loop that is stuck stops renewing it.
+another control plane, goes on from it. Work of a round is in attempts/, ray/driver_logs.py, RetentionSweeper and
+KeeperRemoval, which write through `fenced`: writes of a control plane that was replaced are refused. The lease is taken
+anew only when all work of the earlier term has ended; a loop that is stuck stops renewing it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
+from datetime import timedelta
 from typing import Any
 
 from service.observability.instruments import ROUND_SECONDS
@@ -22,18 +24,25 @@ from service.orchestrator.attempts.checks import JobChecks
 from service.orchestrator.attempts.liveness import Heartbeat
 from service.orchestrator.attempts.submit import Submitter
 from service.orchestrator.attempts.watch import AttemptWatcher
-from service.orchestrator.ray.clusters import Clusters
+from service.orchestrator.ray.clusters import Clusters, NamedCluster
 from service.orchestrator.ray.driver_logs import LogKeeper
+from service.orchestrator.ray.jobs_api import ClusterError, RayJobSubmission
 from service.orchestrator.tasks.artifacts import RemovalFailedError, RemovalTask
 from service.orchestrator.tasks.check import CheckAnswer, CheckRequest
-from service.orchestrator.tasks.runner import TaskRunner
+from service.orchestrator.tasks.runner import NoTaskResultError, TaskRunner, TaskTimeoutError, run_ray_task
 from service.settings.settings import FOR_EVER, Settings
 from service.store.attempts import active_attempts
 from service.store.database import DATABASE_UNAVAILABLE, Database, Sessions, utc_now
 from service.store.files import RetentionPolicy, apply_retention
-from service.store.jobs import waiting_jobs
+from service.store.jobs import jobs_that_ended, waiting_jobs
 from service.store.leases import FencedDatabase, Lease, LeaseLostError, unique_process_name
 from service.store.node_states import node_marks
+from worker.contract.tasks import (
+    RELEASE_REQUEST_VARIABLE,
+    ReleaseRequest,
+    ReleaseResult,
+    read_release_result,
+)
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.5
@@ -46,6 +55,11 @@ _RENEWALS_A_LEASE = 4
 _SWEEP_INTERVAL_S = 3600.0
 _STUCK_AFTER_S = 120.0
 """A loop without a finished round for this time stops renewing its lease: another control plane may take it."""
+RELEASE_SETTLE_S = 5.0
+"""Behind the end of a job: its driver may be ending them, and Ray tells of it in some seconds."""
+RELEASE_PAUSE_S = 10.0
+"""Between two releases on one cluster."""
+_RELEASE_LIMIT_S = 120.0
 _REST_FACTOR = 3.0
 """Rest after a round, as a multiple of its length; a tick at most."""
 
@@ -91,6 +105,7 @@ class Orchestrator:
             else JobChecks(settings, self.fenced, clusters, checker, changed=self.wake)
         )
         self._retention = RetentionSweeper(settings, self.fenced, clusters)
+        self._keepers = KeeperRemoval(self.fenced, clusters)
         clusters.on_change(self.wake)
 
     def wake(self) -> None:
@@ -199,6 +214,8 @@ class Orchestrator:
             )  # what is held wants accelerators soon
         for request in self.autoscaling.due():
             self._spawn(request)
+        for release in self._keepers.due({job.id for _, job in active} | {job.id for job in waiting} | held):
+            self._spawn(release)
         if self.logs.due:
             self._spawn(self.logs.keep_logs())
         if self._retention.due:
@@ -260,3 +277,58 @@ class RetentionSweeper:
                 await self._removal.remove_expired(self._files_days)
             except RemovalFailedError as error:
                 logger.warning("checkpoints of jobs of the past could not be deleted: %s", error)
+
+
+class KeeperRemoval:
+    """Ends the keepers that hold copies of jobs which have ended, one release at a time on each cluster.
+
+    The cluster is looked at, and not the ends of jobs: what a control plane missed while it was away it sees when it is
+    back. A driver ends the keepers of its job itself where it can, a moment before the job ends: those are not looked for.
+    """
+
+    def __init__(self, database: Sessions, clusters: Clusters) -> None:
+        self._database, self._clusters = database, clusters
+        self._begun_at: dict[str, float] = {}
+        self._busy: set[str] = set()
+
+    def due(self, unended: Collection[str]) -> list[Coroutine[Any, Any, None]]:
+        """The releases to be made now, to be awaited beside the rounds; nothing of the jobs `unended` ends."""
+        now, due = time.monotonic(), []
+        for cluster in self._clusters:
+            jobs = cluster.watcher.jobs_with_keepers - {*unended}
+            begun_at = self._begun_at.get(cluster.name)
+            paused = begun_at is not None and now - begun_at < RELEASE_PAUSE_S
+            if jobs and cluster.name not in self._busy and not paused and cluster.watcher.snapshot.available:
+                self._busy.add(cluster.name)
+                due.append(self._release(cluster, jobs))
+        return due
+
+    async def _release(self, cluster: NamedCluster, jobs: Collection[str]) -> None:
+        """End the keepers of those of the jobs that have ended; others may be of another control plane."""
+        try:
+            async with self._database.read() as session:
+                ended = await jobs_that_ended(
+                    session, jobs, before=utc_now() - timedelta(seconds=RELEASE_SETTLE_S)
+                )
+            if ended:
+                self._begun_at[cluster.name] = time.monotonic()
+                result = await _release_keepers(cluster, ReleaseRequest(tuple(sorted(ended))))
+                logger.info("ended %d keepers of copies of %s", len(result.keepers), ", ".join(sorted(ended)))
+        except (ClusterError, NoTaskResultError, TaskTimeoutError) as error:
+            logger.warning(
+                "keepers of copies were not ended on cluster %s, and will be: %s", cluster.name, error
+            )
+        finally:
+            self._busy.discard(cluster.name)
+
+
+async def _release_keepers(cluster: NamedCluster, request: ReleaseRequest) -> ReleaseResult:
+    run_id = f"release-{secrets.token_hex(8)}"
+    submission = RayJobSubmission(
+        id=run_id,
+        entrypoint=f"{cluster.drivers.entrypoint('worker.tasks')} release",
+        interpreter=cluster.drivers.interpreter(),
+        env={RELEASE_REQUEST_VARIABLE: request.to_json(), **cluster.drivers.ray_environment},
+        metadata={"slotline_release": run_id},
+    )
+    return await run_ray_task(cluster.ray, submission, read_release_result, limit_s=_RELEASE_LIMIT_S)

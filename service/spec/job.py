@@ -379,6 +379,22 @@ class CheckpointSection(SpecPart):
         "on behind its step",
     )
 
+    copy_every_steps: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = Field(
+        default=None,
+        description="Interval of copies of the state in the nodes' host memory, beside checkpoints: behind a lost worker or "
+        "driver training goes on from the newest of both. Less than every_steps; null: none. A node holds two copies of its "
+        "workers' state, and two of the next node's",
+    )
+
+    @model_validator(mode="after")
+    def _copies_are_between_checkpoints(self) -> Self:
+        if self.copy_every_steps is not None and self.copy_every_steps >= self.every_steps:
+            raise ValueError(
+                f"checkpoint.copy_every_steps {self.copy_every_steps} is not less than every_steps {self.every_steps}: "
+                "no copy would be newer than a checkpoint; set it lower, or leave it out"
+            )
+        return self
+
     @model_validator(mode="after")
     def _kept_ones_are_saved(self) -> Self:
         if self.keep_every is not None and self.keep_every % self.every_steps:

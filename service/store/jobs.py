@@ -266,6 +266,15 @@ async def find_job(session: AsyncSession, job_id: str) -> JobRow | None:
     return await session.get(JobRow, job_id)
 
 
+async def jobs_that_ended(session: AsyncSession, job_ids: Collection[str], *, before: datetime) -> set[str]:
+    """The ids of the jobs that have ended before a time."""
+    final = [state for state in JobState if state.final]
+    query = select(JobRow.id).where(
+        JobRow.id.in_(job_ids), JobRow.state.in_(final), JobRow.finished_at < before
+    )
+    return set((await session.execute(query)).scalars())
+
+
 class JobScope(NamedTuple):
     """The principal that submitted a job, and its project."""
 

@@ -4,6 +4,9 @@
 three meshes twice, first undisturbed. Then one process after the other dies by SIGKILL, a worker or the driver, while it
 trains or, one time in four, while it still recovers. Every step has to stand in the record once, with the same loss to the
 bit. Exit status 1 where that is not so.
+
+With `--copies N` two more jobs do the same with copies in host memory every N steps, and those left alone take turns, in
+which the cost of copies shows.
 """
 
 from __future__ import annotations
@@ -32,6 +35,9 @@ from service.schemas.jobs import JobView
 MESHES = 3
 LIMIT_S = 120.0
 """The longest that a job may take from a kill to a step that is new."""
+LEFT_LIMIT_S = 30.0
+WARM_STEPS = 20
+TOUCHED_STEPS = 2
 
 
 @dataclass
@@ -43,6 +49,10 @@ class Kill:
     attempt: int
     """The number of the attempt that it was in."""
     seconds: float | None = None
+    reached: int = 0
+    """The last step that had been recorded when the next attempt began."""
+    lost: int | None = None
+    """The recorded steps that the next attempt made again."""
 
 
 def main() -> int:
@@ -50,6 +60,8 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--every", type=int, default=5, help="steps between checkpoints")
+    parser.add_argument("--copies", type=int, help="steps between copies; without it there are none")
+    parser.add_argument("--turns", type=int, default=3, help="runs left alone, of each kind")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -62,15 +74,39 @@ def main() -> int:
         )
         with server, Client(server.url) as client:
             site = Site(server, client)
-            alone = site.submit("alone", options.steps, options.every, place)
-            site.finished(alone)
-            expected = site.record(alone)
-            killed = site.submit("killed", options.steps, options.every, place)
-            kills = kill_again_and_again(site, killed, options.kills, random.Random(options.seed))
-            job = site.finished(killed)
-            found = site.record(killed)
-            left = len(site.workers())
-    return report(job, kills, expected, found, left, options.steps)
+            alone = Runs(site, options.steps, options.every, place)
+            expected = site.record(alone.ended("alone"))
+            status = 0
+            for copies in dict.fromkeys((None, options.copies)):
+                killed = alone.submitted("killed", copies)
+                kills = kill_again_and_again(site, killed, options.kills, random.Random(options.seed))
+                job = site.finished(killed)
+                site.note_lost_steps(killed, kills)
+                what = "without copies" if copies is None else f"with copies every {copies} steps"
+                print(f"\n== {what}, a checkpoint every {options.every} steps")
+                status |= report(job, kills, expected, site.record(killed), site.left(), options.steps)
+            if options.copies is not None:
+                status |= report_cost(alone, options.copies, options.turns, expected)
+    return status
+
+
+@dataclass
+class Runs:
+    """Jobs of one kind, with copies or without."""
+
+    site: Site
+    steps: int
+    every: int
+    place: Path
+
+    def submitted(self, name: str, copies: int | None = None) -> str:
+        return self.site.submit(name, self.steps, self.every, self.place, copies)
+
+    def ended(self, name: str, copies: int | None = None) -> str:
+        """The id of a job that was left alone to its end."""
+        job_id = self.submitted(name, copies)
+        self.site.finished(job_id)
+        return job_id
 
 
 @dataclass
@@ -80,14 +116,18 @@ class Site:
     server: LocalServer
     client: Client
 
-    def submit(self, name: str, steps: int, every: int, place: Path) -> str:
+    def submit(self, name: str, steps: int, every: int, place: Path, copies: int | None = None) -> str:
         """Submit the demo's GPT; returns its id. Its order is fixed: sums in another order round apart."""
         spec = GPT_JOB | {
             "name": name,
             "training": GPT_JOB["training"] | {"steps": steps},
             "pipeline": {"stages": MESHES, "schedule": "1f1b", "replan": "off"},
             "resources": {"meshes": MESHES, "device": "cpu"},
-            "checkpoint": {"uri": str(place / "checkpoints"), "every_steps": every},
+            "checkpoint": {
+                "uri": str(place / "checkpoints"),
+                "every_steps": every,
+                "copy_every_steps": copies,
+            },
             "retry": {"infrastructure": -1},
         }
         return self.client.submit(spec).id
@@ -107,10 +147,33 @@ class Site:
         """The number and the loss of each step of the job's record, as it stands there."""
         return [(step.step, step.loss) for step in self.client.steps(job_id)]
 
+    def note_lost_steps(self, job_id: str, kills: list[Kill]) -> None:
+        """Note in each kill how many recorded steps the next attempt that trained made again."""
+        begins = {
+            event.attempt: int(event.message.split()[3])
+            for event in self.client.events(job_id)
+            if event.kind == "resumed"
+        }
+        trained = {step.attempt for step in self.client.steps(job_id)} | {*begins}
+        for kill in kills:
+            following = min((attempt for attempt in trained if attempt > kill.attempt), default=None)
+            if following is not None and kill.seconds is not None:
+                kill.lost = max(0, kill.reached - begins.get(following, 0))
+
     def workers(self) -> list[psutil.Process]:
         """The training actors of this server's Ray."""
+        return self._actors("Worker")
+
+    def left(self) -> int:
+        """The actors of jobs, and keepers of their copies, that are there a while behind their end."""
+        until = time.monotonic() + LEFT_LIMIT_S
+        while (left := self._actors("Worker") + self._actors("CopyKeeper")) and time.monotonic() < until:
+            time.sleep(0.2)
+        return len(left)
+
+    def _actors(self, name: str) -> list[psutil.Process]:
         process = psutil.Process(self.server._process.pid)
-        return [one for one in process.children(recursive=True) if _title(one).startswith("ray::Worker")]
+        return [one for one in process.children(recursive=True) if _title(one).startswith(f"ray::{name}")]
 
     def drivers(self, job: JobView) -> list[psutil.Process]:
         """The driver of a job's last attempt, by the port of its metrics; those of others stay for a while."""
@@ -182,7 +245,7 @@ def _wait_for_a_new_step(site: Site, job_id: str, reached: int, kill: Kill | Non
             before = max(reached, step)
         if goes_on and before is not None and step > before:
             if kill is not None and kill.seconds is None:
-                kill.seconds = time.monotonic() - killed_at
+                kill.seconds, kill.reached = time.monotonic() - killed_at, before
             return step
         time.sleep(0.05)
     raise SystemExit(f"no new step within {LIMIT_S:g} s of a kill: {site.client.job(job_id).message}")
@@ -213,11 +276,62 @@ def report(
             f"from a kill to the next new step ({len(seconds)} that came to one): median "
             f"{statistics.median(seconds):.1f} s, 90 % within {ninth:.1f} s, at most {seconds[-1]:.1f} s"
         )
+    if lost := sorted(kill.lost for kill in kills if kill.lost is not None):
+        print(
+            f"recorded steps that were made again for a kill ({len(lost)} kills): mean {statistics.mean(lost):.1f}, median "
+            f"{statistics.median(lost):g}, at most {lost[-1]}"
+        )
     print(f"steps that count but are missing: {missing or 'none'}; twice: {twice or 'none'}")
     print(f"losses other than of the run left alone: {differ or 'none'} of {steps}")
-    print(f"training actors left at the end: {left}")
+    print(f"training actors and keepers left at the end: {left}")
     whole = job.state == "SUCCEEDED" and not missing and not twice and not differ and not left
     return 0 if whole else 1
+
+
+def report_cost(runs: Runs, copies: int, turns: int, expected: list[tuple[int, float | None]]) -> int:
+    """Print what copies cost of a step, of jobs with them and without in turn; 0 where their losses are equal."""
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    shares, same = [], True
+    for _ in range(turns):
+        for with_copies in (False, True):
+            job_id = runs.ended("alone", copies if with_copies else None)
+            same = same and runs.site.record(job_id) == expected
+            steps = {
+                step.step: step.step_s for step in runs.site.client.steps(job_id) if step.step > WARM_STEPS
+            }
+            seconds[with_copies] += steps.values()
+            if with_copies:
+                shares.append(copy_share(steps, copies, runs.every))
+    medians = {kind: statistics.median(values) for kind, values in seconds.items()}
+    means = {kind: _trimmed_mean(values) for kind, values in seconds.items()}
+    print(f"\n== cost of copies every {copies} steps, {turns} runs of each kind in turn")
+    for name, values in (("median", medians), ("mean without the slowest 5 %", means)):
+        print(
+            f"a step, {name}: {1e3 * values[False]:.2f} ms without and {1e3 * values[True]:.2f} ms with copies: "
+            f"{values[True] / values[False] - 1:+.2%}"
+        )
+    print(
+        "steps behind a copy against the others of the same run, as a share of all: "
+        f"{', '.join(f'{share:+.2%}' for share in shares)}"
+    )
+    print(f"losses of these runs are {'equal to the bit' if same else 'DIFFERENT'}")
+    return 0 if same else 1
+
+
+def copy_share(steps: dict[int, float], copies: int, every: int) -> float:
+    """By how much the steps of a run are longer than those that no copy touches: the first two behind a copy are touched,
+    as it is snapshot before the first and arrives in these. Steps beside a checkpoint are left out."""
+    touched: dict[bool, list[float]] = {False: [], True: []}
+    for step, seconds in steps.items():
+        if 0 < (step - 1) % every < copies:
+            continue
+        touched[(step - 1) % copies < TOUCHED_STEPS].append(seconds)
+    quiet = _trimmed_mean(touched[False])
+    return (_trimmed_mean(touched[True]) - quiet) * TOUCHED_STEPS / copies / quiet
+
+
+def _trimmed_mean(values: list[float]) -> float:
+    return statistics.mean(sorted(values)[: int(0.95 * len(values))])
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import functools
 import gc
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from worker.actor.optimizer import learning_rate, make_optimizer, make_schedule,
 from worker.actor.saver import SavedState, ShardWriteResult, SnapshotMemory, WorkerCheckpoints
 from worker.actor.state import WorkerPlace, WorkerState
 from worker.actor.step_result import EvaluatedBatch, PreparedProgram, WorkerStep
+from worker.checkpoint.copies import CopyKey
 from worker.checkpoint.resumption import ResumedWorker, Takeover
 from worker.checks.replicas import Fingerprint, checksums, named_tensors
 from worker.checks.sharding import StageCheckContext, check_tensor_parallel
@@ -276,8 +278,13 @@ class LoadedWorker(WorkerState):
         """True where the data has samples for this step; None on workers that read none."""
         return self.reader.has(step)
 
-    def run_step(self, step: int, program: MeshProgram | None = None) -> WorkerStep:
-        """Run one optimizer step, by the `program` of its mesh that was made for its lengths, if one was."""
+    def run_step(
+        self, step: int, program: MeshProgram | None = None, copy: CopyKey | None = None
+    ) -> WorkerStep:
+        """Run one optimizer step, by the `program` of its mesh that was made for its lengths, if one was; before it copy the
+        state behind the one before for keepers, where that is asked for."""
+        if copy is not None:
+            self._checkpoints.begin_copy(copy)
         optimizer = self.engine.optimizer
         rate = None if optimizer is None else learning_rate(optimizer)
         self.memory.begin()
@@ -305,6 +312,7 @@ class LoadedWorker(WorkerState):
             without_targets=result.without_targets,
             ignored_targets=self.reader.take_ignored(step),
             lengths=lengths,
+            copied=self._checkpoints.take_copied(),
         )
 
     def prepare_program(self, program: MeshProgram) -> PreparedProgram:
@@ -372,6 +380,11 @@ class LoadedWorker(WorkerState):
     def saved(self) -> ShardWriteResult | None:
         """The result of the write that `begin_save` began; None while it is running. Never waits."""
         return self._checkpoints.saved()
+
+    def copy_to(self, keepers: Sequence[Any]) -> bool:
+        """Give copies of the state to these keepers from now on, the first of which is on this node; False where this worker
+        has none to give."""
+        return self._checkpoints.copy_to(keepers)
 
     def _saved_tensors(self) -> dict[str, torch.Tensor]:
         return {**named_parameters(self.stages), **named_buffers(self.stages)}

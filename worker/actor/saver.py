@@ -1,6 +1,7 @@
 """Saves and restores one worker's checkpoint shard, synchronously or from a host snapshot written by a thread.
 
-At most one checkpoint is being written at a time. HostSnapshots copies tensors into reused host memory (pinned, on a
+At most one checkpoint is being written at a time, and beside it one copy is given to keepers, which are host memory that
+outlives this process (worker/checkpoint/copies.py). HostSnapshots copies tensors into reused host memory (pinned, on a
 side stream for CUDA), so that training may change the state while the copy is written; the memory of the previous
 copy must not be in use any more. BackgroundTask runs work on a daemon thread that process exit does not wait for.
 The file format is worker/checkpoint/format.py; when to save and which checkpoint counts is decided by the driver.
@@ -15,7 +16,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -28,8 +29,10 @@ from worker.actor.optimizer import (
     measure_optimizer_state,
     optimizer_state_keys,
 )
+from worker.actor.step_result import CopiedShard
 from worker.checkpoint import format as checkpoint_format
 from worker.checkpoint.chunked import HeldParts
+from worker.checkpoint.copies import CopyKey, ShardUpload
 from worker.checkpoint.resumption import ResumedWorker, Takeover, mismatch_text
 from worker.contract.checkpoint_files import CheckpointError
 from worker.contract.failures import AttemptFailure, as_failure, attributed_to
@@ -245,6 +248,60 @@ class ShardSaver:
         self._writing = None
 
 
+class ShardCopier:
+    """Copies `state(step)`, one worker's shard of the parts in `held`, and gives the copy to `keepers` in a thread.
+
+    The first keeper is that of this node, the others hold the shard too. The shards of the mesh's other workers are
+    `beside` that of its first. `report_copied_bytes` is as in ShardSaver.
+    """
+
+    def __init__(
+        self,
+        keepers: Sequence[Any],
+        *,
+        shard: str,
+        state: Callable[[int], ShardState],
+        held: HeldParts,
+        beside: Sequence[str] = (),
+        device: str = "cpu",
+        report_copied_bytes: Callable[[int], None] = lambda copied_bytes: None,
+    ):
+        self._keepers, self._shard, self._state, self._held = keepers, shard, state, held
+        self._beside, self._report_copied_bytes = beside, report_copied_bytes
+        self._snapshots = HostSnapshots(device)
+        self._copying: BackgroundTask[dict[str, Any]] | None = None
+        self._failed: CopiedShard | None = None
+
+    def begin(self, key: CopyKey) -> None:
+        """Copy the state, and give the copy away in a thread; `take_copied` has the result, also an error of this."""
+        if self._copying is not None and not self._copying.done:
+            self._failed = CopiedShard(error="the copy before is still on its way to its keepers")
+            return
+        try:
+            copied = self._snapshots.take(self._state(key.step))
+        except Exception as error:  # no host memory, say: training goes on without the copy
+            self._failed = CopiedShard(error=f"{type(error).__name__}: {error}")
+            return
+        self._report_copied_bytes(self._snapshots.copied_bytes)
+        upload = ShardUpload(self._keepers, key, self._shard)
+        self._copying = BackgroundTask(
+            functools.partial(upload.write, copied, self._held, self._beside), "slotline-copy"
+        )
+
+    def take_copied(self) -> CopiedShard | None:
+        """The result of the copy begun last, once; None while it is on its way. Never waits."""
+        if self._failed is not None:
+            failed, self._failed = self._failed, None
+            return failed
+        if self._copying is None or not self._copying.done:
+            return None
+        copying, self._copying = self._copying, None
+        try:
+            return CopiedShard(self._shard, copying.result(0.0))
+        except Exception as error:
+            return CopiedShard(error=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+
+
 @dataclass(frozen=True)
 class SnapshotMemory:
     """The bytes of a copy of a worker's state, and on CUDA the bytes that its process may still take of the host's memory
@@ -295,16 +352,28 @@ class WorkerCheckpoints:
         self._tensor_ranks = job.tp_size(mesh)
         ranks = job.mesh_sizes[int(mesh[1:])] if mesh in job.sharded else self._tensor_ranks
         self._writes = worker < ranks
+        self._mesh, self._ranks = mesh, ranks
+        self._report_copied_bytes = report_copied_bytes
+        self._copied_bytes: dict[str, int] = {}  # of host snapshots, by what they are for
         self._saver = ShardSaver(
             mesh,
-            lambda step: {**self._own_state(), **(reader.state(step) if worker == 0 else {})},
+            self._state,
             self._unused_state,
             held=self._held,
             rank=worker,
             ranks=ranks,
             device=device,
-            report_copied_bytes=report_copied_bytes,
+            report_copied_bytes=functools.partial(self._report_snapshot, "checkpoints"),
         )
+        self._copier: ShardCopier | None = None
+
+    def _report_snapshot(self, use: str, copied_bytes: int) -> None:
+        self._copied_bytes[use] = copied_bytes
+        self._report_copied_bytes(sum(self._copied_bytes.values()))
+
+    def _state(self, step: int) -> ShardState:
+        """The state behind `step` that this worker writes."""
+        return {**self._own_state(), **(self._reader.state(step) if self._worker == 0 else {})}
 
     def _own_state(self) -> ShardState:
         """The state that this worker writes of its engine: the first all of it, another tensor-parallel rank its slices, a
@@ -464,6 +533,32 @@ class WorkerCheckpoints:
     def saved(self) -> ShardWriteResult | None:
         """The result of the write that `begin_save` began; None while it is running. Never waits."""
         return self._saver.saved() if self._writes else ShardWriteResult()
+
+    def copy_to(self, keepers: Sequence[Any]) -> bool:
+        """Give copies to these keepers from now on, the first of which is on this node; False where this worker has none to
+        give."""
+        if self._writes:
+            rank_shard = functools.partial(checkpoint_format.rank_shard, self._mesh)
+            self._copier = ShardCopier(
+                keepers,
+                shard=rank_shard(self._worker),
+                state=self._state,
+                held=self._held,
+                beside=[rank_shard(other) for other in range(1, self._ranks) if self._worker == 0],
+                device=self._device,
+                report_copied_bytes=functools.partial(self._report_snapshot, "keepers"),
+            )
+        return self._writes
+
+    def begin_copy(self, key: CopyKey) -> None:
+        """Copy the state of this worker's shard, and give the copy to its keepers in a thread; see `take_copied`. No error
+        of this ends an attempt."""
+        if self._copier is not None:
+            self._copier.begin(key)
+
+    def take_copied(self) -> CopiedShard | None:
+        """The result of the copy that `begin_copy` began, once; None while it is on its way. Never waits."""
+        return None if self._copier is None else self._copier.take_copied()
 
 
 def _mismatch(saved: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]) -> str | None:

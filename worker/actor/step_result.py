@@ -5,7 +5,9 @@ The driver combines them over the gang (worker/driver/step_measurement.py). Ligh
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from worker.contract.program import MeasuredSlot
 from worker.machine.telemetry import GpuUsage
@@ -26,13 +28,22 @@ class StepLengths:
 
 
 @dataclass(frozen=True)
+class CopiedShard:
+    """The end of a copy of a worker's shard: its name and description once keepers hold it, or the error."""
+
+    shard: str = ""
+    description: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+@dataclass(frozen=True)
 class WorkerStep:
     """One optimizer step. `losses` (one a microbatch, not divided by their number) and `metrics` by name are given only
     where the model's output is; `slots` are on this worker's clock. `grad_norm` and `learning_rate` are None on a mesh
     without trained parameters, `loss_scale` but in fp16, `gpu` where it was not read. `skipped`: no update was made,
     because gradients `overflowed` in fp16 or a number was not finite. `difference` and `without_targets`: those of
     StepResult. `ignored_targets`: how many targets of each microbatch are none, where microbatches weigh alike. `lengths`
-    are given where samples have unequal lengths."""
+    are given where samples have unequal lengths. `copied` is of a copy that has come to its end since the step before."""
 
     slots: list[MeasuredSlot]
     losses: list[float] = field(default_factory=list)
@@ -49,6 +60,7 @@ class WorkerStep:
     without_targets: int = 0
     ignored_targets: list[int] = field(default_factory=list)
     lengths: StepLengths | None = None
+    copied: CopiedShard | None = None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ no checkpoint. Contents are checked by SHA-256, and loaded with weights_only. Ol
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -63,6 +64,7 @@ __all__ = [
     "complete_checkpoints",
     "copy_dcp_files",
     "finish_checkpoint",
+    "index_shards",
     "inspect_checkpoints",
     "is_whole_checkpoint",
     "load_checkpoint",
@@ -70,6 +72,7 @@ __all__ = [
     "load_shard_values",
     "rank_shard",
     "save_shard",
+    "shard_description",
     "shard_names",
     "step_uri",
 ]
@@ -112,10 +115,16 @@ def save_shard(
         saved.append(TensorIndex(entries, {shard: writer.blobs}, {} if rest is None else {shard: rest}))
 
     write_atomically(files, shard_path(folder, shard), write, summed=False)
-    names = sorted({name for part in PARTS_BY_NAME for name in state.get(part) or ()})
-    description = {"step": step, "names": names, "beside": list(beside), "index": saved[0].to_json()}
-    written = json.dumps(description).encode()
+    written = json.dumps(shard_description(step, state, beside, saved[0])).encode()
     write_atomically(files, _description_path(folder, shard), lambda file: file.write(written))
+
+
+def shard_description(
+    step: int, state: Mapping[str, Any], beside: Sequence[str], index: TensorIndex
+) -> dict[str, Any]:
+    """The description of a shard by its writer (JSON), from which manifest and index are made."""
+    names = sorted({name for part in PARTS_BY_NAME for name in state.get(part) or ()})
+    return {"step": step, "names": names, "beside": list(beside), "index": index.to_json()}
 
 
 def finish_checkpoint(
@@ -141,18 +150,10 @@ def finish_checkpoint(
     files, folder = fsspec.core.url_to_fs(uri)
     saved = [_saved_shards(files, folder, uri, step, shard) for shard in shards]
     index = _merged_index(uri, saved)
-    sizes = {shard: one.bytes for group in saved for shard, one in group.items()}
     content = json.dumps(index.to_json()).encode()
     sha256 = write_atomically(files, f"{folder}/{TENSOR_INDEX}", lambda file: file.write(content))
-    manifest: dict[str, Any] = {
-        "format": CHECKPOINT_FORMAT,
-        "step": step,
-        "shards": sizes,
-        "files": {TENSOR_INDEX: [len(content), sha256], **_write_dcp_metadata(files, folder, index)},
-        "notes": dict(notes or {}),
-        "names": {shard: one.names for group in saved for shard, one in group.items()},
-        "beside": {shard: one.beside for group in saved for shard, one in group.items()},
-    }
+    beside = {TENSOR_INDEX: (len(content), sha256), **_write_dcp_metadata(files, folder, index)}
+    manifest = _manifest(step, saved, beside, notes)
     if seconds is not None:
         manifest["seconds"] = asdict(seconds)
     written = json.dumps(manifest, indent=1).encode()
@@ -164,6 +165,48 @@ def finish_checkpoint(
         log.warning("old checkpoints beside %s could not be removed: %s", uri, error)
 
 
+def index_shards(
+    uri: str,
+    step: int,
+    shards: Mapping[str, tuple[Mapping[str, Any], int]],
+    notes: Mapping[str, Any] | None = None,
+) -> dict[str, bytes]:
+    """The files beside these shards (their descriptions and bytes) that make them a checkpoint which is not for DCP, the
+    manifest last. CheckpointError as of `finish_checkpoint`."""
+    others = {other for description, _ in shards.values() for other in description["beside"]}
+    saved = []
+    for first in [shard for shard in shards if shard not in others]:
+        names = [first, *shards[first][0]["beside"]]
+        if lacking := [name for name in names if name not in shards]:
+            raise CheckpointError(f"{uri} lacks {', '.join(lacking[:4])} beside {first}")
+        saved.append({name: _SavedShard.of(*shards[name]) for name in names})
+    content = json.dumps(_merged_index(uri, saved).to_json()).encode()
+    files = {TENSOR_INDEX: (len(content), hashlib.sha256(content).hexdigest())}
+    return {
+        TENSOR_INDEX: content,
+        MANIFEST: json.dumps(_manifest(step, saved, files, notes)).encode(),
+    }
+
+
+def _manifest(
+    step: int,
+    saved: Sequence[Mapping[str, _SavedShard]],
+    files: Mapping[str, tuple[int, str]],
+    notes: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """The manifest of the shards of each mesh, and of the `files` beside them: their bytes and SHA-256."""
+    shards = {shard: one for group in saved for shard, one in group.items()}
+    return {
+        "format": CHECKPOINT_FORMAT,
+        "step": step,
+        "shards": {shard: one.bytes for shard, one in shards.items()},
+        "files": {name: list(file) for name, file in files.items()},
+        "notes": dict(notes or {}),
+        "names": {shard: one.names for shard, one in shards.items()},
+        "beside": {shard: one.beside for shard, one in shards.items()},
+    }
+
+
 @dataclass(frozen=True)
 class _SavedShard:
     """A shard as its writer described it: its parameters and buffers, the shards beside it, its own index, its bytes."""
@@ -172,6 +215,11 @@ class _SavedShard:
     beside: Sequence[str]
     index: TensorIndex
     bytes: int
+
+    @classmethod
+    def of(cls, description: Mapping[str, Any], size: int) -> _SavedShard:
+        index = TensorIndex.from_json(description["index"])
+        return cls(description["names"], description["beside"], index, size)
 
 
 def _saved_shards(
@@ -193,8 +241,7 @@ def _saved_shards(
             raise CheckpointError(
                 f"shard {shard!r} of {uri} is of step {description['step']}, the checkpoint of step {step}: save it again"
             )
-        index = TensorIndex.from_json(description["index"])
-        found[shard] = _SavedShard(description["names"], description["beside"], index, size)
+        found[shard] = _SavedShard.of(description, size)
         waiting += description["beside"]
     return found
 

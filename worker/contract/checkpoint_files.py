@@ -125,6 +125,12 @@ def step_folder_name(step: int) -> str:
     return f"{_STEP_FOLDER_PREFIX}{step:010d}"
 
 
+def step_of(uri: str) -> int:
+    """The step of the checkpoint at `uri`, by the name of its folder; -1 for another name."""
+    step = _parse_step(uri)
+    return -1 if step is None else step
+
+
 def shard_path(folder: str, shard: str, checkpoint_format: int = CHECKPOINT_FORMAT) -> str:
     """The file of one shard."""
     return f"{folder}/{shard}.{'distcp' if checkpoint_format >= 4 else 'pt'}"

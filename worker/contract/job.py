@@ -200,7 +200,8 @@ class CheckpointPolicy:
 
     The newest `keep` stay, and those of every `keep_every`-th step (a multiple of `every_steps`). `asynchronous`: they
     are written beside training, where a copy of the state fits. `resume_from` names the checkpoint that the job begins
-    from, as its user does: the control plane says where it lies.
+    from, as its user does: the control plane says where it lies. Every `copy_every_steps` the state is copied to host
+    memory that outlives workers and drivers; None: never.
     """
 
     uri: str
@@ -209,6 +210,7 @@ class CheckpointPolicy:
     asynchronous: bool = True
     keep_every: int | None = None
     resume_from: str | None = None
+    copy_every_steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -444,6 +446,19 @@ _PLACEMENT_GROUP_PREFIX = "slotline-"
 def placement_group_name(attempt_id: str) -> str:
     """The name of an attempt's placement group, unique in the cluster."""
     return f"{_PLACEMENT_GROUP_PREFIX}{attempt_id}"
+
+
+_KEEPER_PREFIX = "slotline-copies-"
+
+
+def keeper_name(job: str, node_id: str) -> str:
+    """The name of the actor that keeps copies of a job's state on a node of Ray (its id)."""
+    return f"{_KEEPER_PREFIX}{job}-{node_id}"
+
+
+def job_of_keeper(name: str) -> str | None:
+    """The job of the keeper with this name; None for the name of another actor."""
+    return name.removeprefix(_KEEPER_PREFIX).rpartition("-")[0] if name.startswith(_KEEPER_PREFIX) else None
 
 
 def gpu_share(workers_per_gpu: int) -> float:

@@ -154,6 +154,38 @@ def read_scale_result(output: str) -> ScaleResult | None:
     return None if answer is None else from_json(ScaleResult, answer)
 
 
+RELEASE_REQUEST_VARIABLE = "SLOTLINE_RELEASE"
+RELEASE_RESULT_MARK = "SLOTLINE_RELEASED "
+
+
+@dataclass(frozen=True)
+class ReleaseRequest:
+    """Jobs that have ended, whose keepers of copies are to end."""
+
+    jobs: tuple[str, ...]
+
+    def to_json(self) -> str:
+        return json.dumps(to_json(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ReleaseRequest:
+        """Inverse of `to_json`."""
+        return from_json(cls, json.loads(text))
+
+
+@dataclass(frozen=True)
+class ReleaseResult:
+    """The names of the keepers that were ended."""
+
+    keepers: tuple[str, ...]
+
+
+def read_release_result(output: str) -> ReleaseResult | None:
+    """The result of a release; None where its process has not come to its end."""
+    answer = task_result(output, RELEASE_RESULT_MARK)
+    return None if answer is None else from_json(ReleaseResult, answer)
+
+
 CHECK_REQUEST_VARIABLE = "SLOTLINE_CHECK"
 CHECK_RESULT_MARK = "SLOTLINE_CHECKED "
 CHECK_LIMIT_S = 420.0

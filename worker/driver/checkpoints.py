@@ -4,7 +4,8 @@ PendingCheckpoint is polled between steps and waited for only where it must be; 
 manifest is written by a thread once every worker has written its shard. A write that fails is reported and the next
 due one tried; after three failures in a row the attempt ends.
 Asynchronous writes need room for a copy of each mesh's state beside its plan. The file format is
-worker/checkpoint/format.py.
+worker/checkpoint/format.py. Copies in host memory (saving/state_copies.py) are taken between checkpoints, and gone on
+from where they are newer.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from worker.actor.saver import BackgroundTask, ShardWriteResult, SnapshotMemory
+from worker.actor.saver import SnapshotMemory
+from worker.actor.step_result import CopiedShard
 from worker.checkpoint import format as checkpoint_format
+from worker.checkpoint.copies import CopyKey
 from worker.checkpoint.resumption import (
     ResumedWorker,
     ResumeSource,
@@ -29,7 +32,7 @@ from worker.checkpoint.resumption import (
     resumed_message,
     training_note,
 )
-from worker.contract.checkpoint_files import CheckpointError, SaveSeconds, stored_bytes
+from worker.contract.checkpoint_files import CheckpointError, SaveSeconds, step_of, stored_bytes
 from worker.contract.failures import AttemptFailure, attributed_to
 from worker.contract.job import CheckpointPolicy, Job
 from worker.contract.planned import PlannedJob, planned_peak_bytes
@@ -37,10 +40,11 @@ from worker.contract.reasons import Reason
 from worker.driver.evaluation import BestCheckpoint, EarlyStopping, Evaluations
 from worker.driver.gang import Gang, PerWorker, Phase
 from worker.driver.reporter import Reporter
+from worker.driver.saving.pending import CheckpointOutcome, PendingCheckpoint
+from worker.driver.saving.state_copies import StateCopies
 
 log = logging.getLogger(__name__)
 
-_POLL_INTERVAL_S = 0.02
 _EARLY_STOPPING_NOTE = "evaluation"  # their names in a manifest
 _UNDELIVERED_NOTE = "undelivered"
 # After this many failed writes in a row the attempt ends: the place cannot be written to at all.
@@ -53,7 +57,8 @@ class Checkpoints:
     `policy` is the job's, None for none; each has to be written within `limit_s`. With `keeps_best` the best one by the
     job's evaluations stays too. `timed` is called with the seconds of each save and restore, and of a save with the
     seconds for which training stood still ("block") and the slowest worker wrote ("write"). `spec` is the job's
-    specification (JSON), which checkpoints describe; `wanted_steps` are those whose checkpoints other jobs wait for.
+    specification (JSON), which checkpoints describe; `wanted_steps` are those whose checkpoints other jobs wait for;
+    `copies` are None where none are taken.
     After `write_asynchronously` the workers only copy their states while training waits. One checkpoint is pending at a
     time; one that cannot be written is reported, and the next one tried when it is due.
     """
@@ -70,7 +75,9 @@ class Checkpoints:
         keeps_best: bool = False,
         spec: Mapping[str, Any] | None = None,
         wanted_steps: Callable[[], Collection[int]] = tuple,
+        copies: StateCopies | None = None,
     ):
+        self._copies = copies
         self._spec, self._wanted_steps = spec, wanted_steps
         self._job = None if spec is None else Job.from_json(spec)
         # a step, and the sample of the data's order with which it begins
@@ -111,7 +118,7 @@ class Checkpoints:
         *,
         recorded: Mapping[str, int] | None = None,
     ) -> int:
-        """Load the newest readable checkpoint; the step after which it was taken, 0 without any.
+        """Load the newest readable checkpoint, or a copy that is newer; the step after which it was taken, 0 without any.
 
         A job that has none begins from `source`, another training's. `reported` is the URI that the control plane knows:
         there may be a newer one, which an attempt finished but never reported. One that is damaged is passed over with an
@@ -122,6 +129,9 @@ class Checkpoints:
         candidates = self._complete()
         if reported and reported not in candidates:
             candidates.append(reported)
+        copy = self._newer_copy(candidates)
+        if copy is not None:
+            candidates.insert(0, copy)
         if not candidates and source is not None:
             return self._resume(source)
         failures: list[AttemptFailure] = []
@@ -134,6 +144,8 @@ class Checkpoints:
             except AttemptFailure as failure:
                 if failure.reason not in (Reason.CHECKPOINT_FAILED, Reason.CHECKPOINT_DAMAGED):
                     raise
+                if uri == copy:
+                    self._copies.forget()
                 failures.append(failure)
                 log.warning("%s cannot be restored: %s", uri, failure.message)
                 if older := candidates[position + 1 :]:
@@ -142,11 +154,38 @@ class Checkpoints:
             self.early_stopping = self._early_stopping_of(uri, notes)
             self._timed("restore", time.monotonic() - began)
             self._reporter.deliver_again(notes.get(_UNDELIVERED_NOTE) or {}, recorded or {})
-            self._reporter.event("resumed", f"resumed after step {step} from checkpoint {uri}")
+            where = f"the copies in host memory ({uri})" if uri == copy else f"checkpoint {uri}"
+            self._reporter.event("resumed", f"resumed after step {step} from {where}")
             return step
+        if candidates == [copy]:  # workers may have loaded some of it
+            raise AttemptFailure(
+                Reason.CHECKPOINT_FAILED,
+                f"{failures[0].message}; it was dropped, and the next attempt begins without it",
+                failures[0].details,
+            )
         if failures:
             raise _restore_failure(failures)
         return 0
+
+    def _newer_copy(self, checkpoints: Sequence[str]) -> str | None:
+        """The URI of the newest copy, where it is of a later step than these checkpoints."""
+        found = None if self._copies is None else self._copies.newest()
+        if found is None:
+            return None
+        step, uri = found
+        return uri if all(step > step_of(checkpoint) for checkpoint in checkpoints) else None
+
+    def copy_behind(self, step: int, evaluations: Evaluations) -> CopyKey | None:
+        """The copy that the workers are to take of their state behind `step`, before the next; None where none is due."""
+        if self._copies is None:
+            return None
+        save = self._save_request(step, evaluations)
+        return self._copies.begin_behind(step, lambda: self._notes(save))
+
+    def take_copies(self, copied: Sequence[CopiedShard | None]) -> None:
+        """Take the results of copies that have come to their end on workers, in the workers' order."""
+        if self._copies is not None:
+            self._copies.take(copied)
 
     def _restore_data_origin(self, uri: str) -> None:
         """Have data begin where the job's own checkpoint says; restoring it reports one that cannot be read."""
@@ -309,7 +348,11 @@ class Checkpoints:
         self._pending = PendingCheckpoint(
             save.step,
             gang=self._gang,
-            commit=lambda shards, write_s: self._commit(save, shards, SaveSeconds(block_s, write_s)),
+            commit=lambda results: self._commit(
+                save,
+                [name for result in results for name in result.shards],
+                SaveSeconds(block_s, max(result.write_s for result in results)),
+            ),
             limit_s=self._limit_s,
         )
 
@@ -398,108 +441,6 @@ class _SaveRequest:
     uri: str
     best: BestCheckpoint | None
     early_stopping: EarlyStopping | None
-
-
-@dataclass(frozen=True)
-class CheckpointOutcome:
-    """The end of a pending checkpoint: the slowest worker's seconds of writing, and the error where it failed."""
-
-    write_s: float
-    error: str | None = None
-
-
-class PendingCheckpoint:
-    """The checkpoint after `step`, which the workers have begun to write.
-
-    `commit(shards, write_s)` writes its manifest, on a thread of its own: `shards` are the ones beside the meshes'.
-    Workers have to end within `limit_s` of now, and the manifest may take as long behind them.
-    """
-
-    def __init__(
-        self,
-        step: int,
-        *,
-        gang: Gang,
-        commit: Callable[[Sequence[str], float], None],
-        limit_s: float,
-    ):
-        self.step = step
-        self._gang, self._commit = gang, commit
-        self._limit_s, self._deadline = limit_s, time.monotonic() + limit_s
-        # the pending answers of all workers, by the step behind which they come
-        self._polls: dict[int, list[Any]] = {}
-        self._results: list[ShardWriteResult] | None = None
-        self._committing: BackgroundTask[None] | None = None
-        self._waiting: Sequence[int] = ()  # workers that still write, as far as is known
-
-    def poll_behind(self, step: int) -> None:
-        """Ask the workers how far they are once they have ended `step`, which they were asked for before."""
-        if self._results is None:
-            self._polls[step] = self._gang.ask("saved")
-
-    def outcome_after(self, step: int) -> CheckpointOutcome | None:
-        """Its end, as far as is known after `step`; None while it is pending. Raises AttemptFailure where a worker is
-        gone, or it took too long."""
-        refs = self._polls.pop(step, None)
-        if refs is not None and self._results is None:
-            self._take_answers(self._answers(refs))
-        return self._outcome()
-
-    def wait_until_written(self) -> CheckpointOutcome:
-        """Wait until it has ended; AttemptFailure as above. The workers run no step meanwhile."""
-        while (outcome := self._outcome()) is None:
-            if self._results is None:
-                self._take_answers(self._answers(self._gang.ask("saved")))
-            self._gang.raise_if_interrupted(Phase.CHECKPOINT)
-            time.sleep(_POLL_INTERVAL_S)
-        return outcome
-
-    def _answers(self, refs: list[Any]) -> list[ShardWriteResult | None]:
-        return self._gang.wait(refs, phase=Phase.CHECKPOINT, what=self._description())
-
-    def _take_answers(self, answers: Sequence[ShardWriteResult | None]) -> None:
-        """Write the manifest as soon as every worker has written and summed what is its."""
-        self._waiting = [index for index, result in enumerate(answers) if result is None]
-        if self._waiting:
-            return
-        self._results = list(answers)
-        self._polls.clear()
-        if not any(result.error for result in self._results):
-            shards = [name for result in self._results for name in result.shards]
-            self._deadline = time.monotonic() + self._limit_s
-            self._committing = BackgroundTask(
-                lambda: self._commit(shards, self._write_s()), "slotline-manifest"
-            )
-
-    def _outcome(self) -> CheckpointOutcome | None:
-        if self._results is None:
-            self._check_deadline(lambda: ", ".join(self._gang.name(index) for index in self._waiting))
-            return None
-        if errors := [result.error for result in self._results if result.error]:
-            return CheckpointOutcome(self._write_s(), "; ".join(errors))
-        if not self._committing.done:
-            self._check_deadline(lambda: "the manifest, which this driver writes")
-            return None
-        try:
-            self._committing.result(0.0)
-        except Exception as error:
-            return CheckpointOutcome(self._write_s(), f"its manifest: {type(error).__name__}: {error}")
-        return CheckpointOutcome(self._write_s())
-
-    def _write_s(self) -> float:
-        return max(result.write_s for result in self._results)
-
-    def _check_deadline(self, writers: Callable[[], str]) -> None:
-        if time.monotonic() > self._deadline:
-            who = writers() or "any worker"
-            raise AttemptFailure(
-                Reason.CHECKPOINT_FAILED,
-                f"{self._description()} is still being written after {self._limit_s:.0f} s, by {who}: is the "
-                "storage stuck, or too slow for so large a state?",
-            )
-
-    def _description(self) -> str:
-        return f"the checkpoint after step {self.step}"
 
 
 def snapshot_rooms(gang: Gang) -> list[SnapshotMemory]:

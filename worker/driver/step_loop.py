@@ -88,6 +88,7 @@ class StepLoop:
             following = None if step == last or self._next_step_waits(step) else self._ask(step + 1)
             results = self._gang.wait(call.refs, phase=Phase.STEP, what=f"step {step}")
             before_s, ended_s = ended_s, time.monotonic()
+            self._checkpoints.take_copies([result.copied for result in results])
             record = self._record(step, results, step_s=ended_s - max(before_s, call.at_s))
             if self._step_plans is not None:
                 self._step_plans.ran(call.plan)
@@ -127,13 +128,14 @@ class StepLoop:
         )
 
     def _ask(self, step: int) -> _StepCall:
+        copy = self._checkpoints.copy_behind(step - 1, self._evaluations)
         plan = None if self._step_plans is None else self._step_plans.take(step)
         own = (
             ()
             if plan is None
             else [PerWorker(plan.programs[address.mesh] for address in self._gang.addresses)]
         )
-        refs = self._gang.ask("run_step", step, *own)
+        refs = self._gang.ask("run_step", step, *own, **({} if copy is None else {"copy": copy}))
         self._checkpoints.poll_behind(step)
         return _StepCall(refs, time.monotonic(), plan)
 

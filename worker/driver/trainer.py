@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,8 +38,15 @@ from worker.driver.limits import Limits
 from worker.driver.metrics import DriverMetrics, ModelFlops, step_flops, total_peak_flops
 from worker.driver.planning import Planner, Replanner, StepPlans
 from worker.driver.reporter import LaunchPhases, Reporter, Spans
+from worker.driver.saving.state_copies import StateCopies
 from worker.driver.step_loop import DataEnd, StepLog, StepLoop, StepPublisher
-from worker.driver.stopping import CAUSE_LIMIT_S, Interruption, LaunchCheck, RunningCheck
+from worker.driver.stopping import (
+    CAUSE_LIMIT_S,
+    Cancelled,
+    Interruption,
+    LaunchCheck,
+    RunningCheck,
+)
 from worker.driver.tracking.run_tracking import RunTracking, run_config
 from worker.engine.results import SlotLimits
 from worker.machine.node import cluster_nodes, own_node_address
@@ -143,9 +150,11 @@ class Trainer:
         if not self._attempt.was_checked:
             self._job_check.begin()
         try:
-            with self._gang:
+            with self._gang, self._keeping_copies() as copies:
                 self._place()
-                checkpoints = self._checkpoints()
+                if copies is not None:
+                    copies.open()
+                checkpoints = self._checkpoints(copies)
                 checkpoints.check_writable()
                 planned = self._plan()
                 self._load(planned)
@@ -153,6 +162,9 @@ class Trainer:
                 done = checkpoints.restore(
                     self._attempt.resume_uri, self._attempt.resume_from, recorded=self._attempt.recorded
                 )
+                if copies is not None:
+                    peaks = planned_peak_bytes(planned.spec, planned.plan)
+                    copies.enable(snapshot_rooms(self._gang), peaks, device=self._attempt.device)
                 self._launch.end_phase("restore")
                 self._check()
                 self._warm_up(done + 1)
@@ -193,7 +205,33 @@ class Trainer:
         meshes = [{"workers": workers, "tensor": tensor} for workers, tensor in shapes]
         return self._control.place({"nodes": list(nodes), "meshes": meshes})
 
-    def _checkpoints(self) -> Checkpoints:
+    @contextlib.contextmanager
+    def _keeping_copies(self) -> Iterator[StateCopies | None]:
+        """The copies of the state in host memory, where the job wants such; their keepers end with the job."""
+        policy, attempt = self._job.checkpoint, self._attempt
+        if policy is None or policy.copy_every_steps is None:
+            yield None
+            return
+        copies = StateCopies(
+            attempt.job_id,
+            attempt.number,
+            policy.copy_every_steps,
+            gang=self._gang,
+            reporter=self._reporter,
+            interpreter=None if self._job.code.pip else forking_interpreter(),
+            timed=self._checkpointed,
+        )
+        job_goes_on = True  # where that is not known, the control plane ends them when it does not
+        try:
+            yield copies
+            job_goes_on = False
+        except Cancelled:
+            job_goes_on = self._reporter.fenced.is_set()
+            raise
+        finally:
+            copies.close(job_goes_on=job_goes_on)
+
+    def _checkpoints(self, copies: StateCopies | None) -> Checkpoints:
         return Checkpoints(
             self._job.checkpoint,
             self._attempt.job_id,
@@ -204,6 +242,7 @@ class Trainer:
             keeps_best=self._job.evaluation is not None and self._job.evaluation.keep_best,
             spec=self._attempt.spec,
             wanted_steps=lambda: self._reporter.wanted_checkpoints,
+            copies=copies,
         )
 
     def _checkpointed(self, operation: str, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Runs one task, `python -m worker.tasks check|drain|export|profile|remove|scale|verify`; exits with its status."""
+"""Runs one task, `python -m worker.tasks check|drain|export|profile|release|remove|scale|verify`; exits with its status."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ TASKS = {
     "drain": "drain",
     "profile": "profile",
     "export": "export_weights",
+    "release": "release",
     "remove": "remove",
     "scale": "scale",
     "verify": "verify",

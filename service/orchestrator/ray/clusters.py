@@ -41,7 +41,12 @@ from service.spec.states import NodeMark, mark_in_force
 from service.store.database import Sessions
 from service.store.files import PackagesUnreachableError, PackageUnreadableError, read_package
 from worker.contract.forkserver.spawn import through_server
-from worker.contract.job import accelerator_type_of, is_placement_group_name, placement_group_name
+from worker.contract.job import (
+    accelerator_type_of,
+    is_placement_group_name,
+    job_of_keeper,
+    placement_group_name,
+)
 
 logger = logging.getLogger(__name__)
 _RETRY_INTERVAL_S = 0.5
@@ -307,6 +312,11 @@ class ClusterWatcher:
         attempt that has just ended, and counts among the others of a capacity, gives back what it holds."""
         return self._held_by_kind(left_out, lambda use: not is_placement_group_name(use.name))
 
+    @property
+    def jobs_with_keepers(self) -> set[str]:
+        """The jobs, of whomever, of which keepers hold copies in the memory of nodes."""
+        return {job for use in self.snapshot.in_use if (job := job_of_keeper(use.name)) is not None}
+
     def _held_by_kind(
         self, left_out: Collection[str], counts: Callable[[ResourceUse], bool]
     ) -> Counter[AcceleratorKind]:
@@ -314,7 +324,7 @@ class ClusterWatcher:
         kinds = {node.id: {kind.device: kind for kind in self.kinds(node)} for node in self.snapshot.nodes}
         held = Counter[AcceleratorKind]()
         for use in self.snapshot.in_use:
-            if counts(use) and use.node_id not in left_out:
+            if use.resources and counts(use) and use.node_id not in left_out:
                 own = kinds.get(use.node_id, {})
                 for device, number in self._held([use.resources]).items():
                     held[own.get(device) or AcceleratorKind(device, None)] += number

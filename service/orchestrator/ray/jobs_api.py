@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import httpx
 
 from service.orchestrator.decisions.attempt_lifecycle import RayJob, RayState
+from worker.contract.job import job_of_keeper
 
 logger = logging.getLogger(__name__)
 TESTED_RAY = ((2, 59), (2, 60))
@@ -83,8 +84,8 @@ class RayNode:
 
 @dataclass(frozen=True)
 class ResourceUse:
-    """Resources in use on one node, by Ray resource name; `name` is the placement group's, and empty for an actor outside
-    of one."""
+    """Resources in use on one node, by Ray resource name; `name` is the placement group's, and of an actor outside of one
+    empty, but for a keeper of copies, which has no resources."""
 
     name: str
     resources: Mapping[str, float]
@@ -268,9 +269,13 @@ class RayCluster:
                 for group in await self._list("placement_groups", "CREATED")
                 for node_id, parts in _resources_by_node(group["bundles"]).items()
             ] + [
-                ResourceUse("", actor["required_resources"], actor.get("node_id") or "")
+                ResourceUse(
+                    actor["name"] if _is_keeper(actor) else "",
+                    actor["required_resources"],
+                    actor.get("node_id") or "",
+                )
                 for actor in await self._list("actors", "ALIVE")
-                if actor["required_resources"] and not actor["placement_group_id"]
+                if (actor["required_resources"] or _is_keeper(actor)) and not actor["placement_group_id"]
             ]
 
     async def _list(self, kind: str, state: str) -> list[dict[str, Any]]:
@@ -334,6 +339,10 @@ class RayCluster:
         if response.status_code >= 500:
             raise ClusterUnreachableError(f"Ray at {self.address} fails: {_error_text(response)}")
         raise ClusterError(f"Ray at {self.address} answered {response.status_code}: {_error_text(response)}")
+
+
+def _is_keeper(actor: Mapping[str, Any]) -> bool:
+    return job_of_keeper(actor.get("name") or "") is not None
 
 
 def _resources_by_node(bundles: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, float]]]:

@@ -19,6 +19,7 @@ from service.orchestrator.ray.jobs_api import (
     RayNode,
     ResourceUse,
 )
+from worker.contract.job import keeper_name
 
 SUBMISSION = RayJobSubmission("job-1", "python -m worker.driver", {}, {})
 
@@ -105,7 +106,16 @@ def ray_with(nodes: list[dict], asked: list[str]) -> RayCluster:
             ],
         }
     ]
-    actors = [{"required_resources": {"GPU": 0.5}, "placement_group_id": "", "node_id": "id-2"}]
+    actors = [
+        {"required_resources": {"GPU": 0.5}, "placement_group_id": "", "node_id": "id-2", "name": "theirs"},
+        {
+            "required_resources": {},
+            "placement_group_id": "",
+            "node_id": "id-1",
+            "name": keeper_name("job-1", "id-1"),
+        },
+        {"required_resources": {}, "placement_group_id": None, "node_id": "id-1", "name": None},
+    ]
     rows = {"/api/v0/nodes": nodes, "/api/v0/placement_groups": groups, "/api/v0/actors": actors}
 
     def respond(request: httpx.Request) -> httpx.Response:
@@ -150,4 +160,5 @@ async def test_what_is_in_use_is_told_node_by_node():
         ResourceUse("ours", {"GPU": 2.0}, "id-1"),
         ResourceUse("ours", {"GPU": 1.0}, "id-2"),
         ResourceUse("", {"GPU": 0.5}, "id-2"),
+        ResourceUse(keeper_name("job-1", "id-1"), {}, "id-1"),
     ]
