@@ -97,7 +97,7 @@ class SharedReads:
         self._answers: dict[str, _SharedAnswer] = {}
 
     async def read(self, kind: str, make: MakeAnswer[Answer], *, every_s: float) -> Answer:
-        """What `make`, or one of the same kind before it, has answered last: begun at most about `every_s` ago."""
+        """The answer of `make`, or the last one of the same kind, begun at most about `every_s` ago."""
         if (shared := self._answers.get(kind)) is None:
             shared = _SharedAnswer(make, every_s, self._changes, self._clock, self._sleep)
             self._answers[kind] = shared
