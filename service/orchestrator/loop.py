@@ -189,6 +189,8 @@ class Orchestrator:
                 logger.exception("the lease was not renewed; it is tried again")
 
     async def _round(self) -> None:
+        if self._checks is not None:
+            await self._checks.apply_answers()
         now = time.time()  # before the reports are read: a report since then is not taken for silence
         async with self.fenced.read() as session:
             active = await active_attempts(session)

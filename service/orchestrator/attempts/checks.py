@@ -10,11 +10,12 @@ has the fewest jobs under check, then priority, then age.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import heapq
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import IntEnum
@@ -57,6 +58,7 @@ class JobChecks:
         self._under_check: dict[str, _CheckedJob] = {}
         self._passed: dict[str, tuple[float, CheckAnswer]] = {}
         self._looking = False
+        runner.on_end(changed)
 
     def held(self, unchecked: Sequence[UncheckedJob]) -> set[str]:
         """The ids of the jobs that are not to be admitted before their check has answered."""
@@ -69,18 +71,36 @@ class JobChecks:
         }
 
     async def look(self, unchecked: Sequence[UncheckedJob]) -> None:
-        """Begin checks that have their turn, and apply the answers of those that have ended; one call at a time."""
-        if self._looking:
-            return
-        self._looking = True
-        try:
+        """Begin checks that have their turn, and apply the answers of those that have ended; one call at a time. What could
+        start does not wait for what is too large."""
+        async with self._turn() as free:
+            if not free:
+                return
             here = {job.id for job, _ in unchecked}
             self._under_check = {
                 job_id: checked for job_id, checked in self._under_check.items() if job_id in here
             }
-            await self._explain([job for job, outlook in unchecked if outlook is not Outlook.TOO_LARGE])
-            await self._begin(unchecked)
-            await self._apply_answers()
+            fitting = [job for job in unchecked if job.outlook is not Outlook.TOO_LARGE]
+            await self._explain([job for job, _ in fitting])
+            for jobs in (fitting, unchecked):
+                await self._begin(jobs)
+                await self._apply_answers()
+
+    async def apply_answers(self) -> None:
+        """Apply the answers of checks that have ended, so that the round which begins knows them; not while `look` does."""
+        async with self._turn() as free:
+            if free:
+                await self._apply_answers()
+
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[bool]:
+        """True for who may look at checks, one at a time."""
+        if self._looking:
+            yield False
+            return
+        self._looking = True
+        try:
+            yield True
         finally:
             self._looking = False
 

@@ -181,6 +181,11 @@ class TaskRunner(Generic[RequestT, ResultT]):
         self._holder = unique_process_name()
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._renewing: asyncio.Task[None] | None = None
+        self._listeners: list[Callable[[], None]] = []
+
+    def on_end(self, listener: Callable[[], None]) -> None:
+        """Call `listener` when a run of this process has ended, and its result is there."""
+        self._listeners.append(listener)
 
     async def result(self, request: RequestT, *, cluster: str = DEFAULT_CLUSTER) -> ResultT | TaskState:
         """The result of a run for `request`, once; RUNNING while it goes on, which begins with the first call: ask again.
@@ -226,6 +231,8 @@ class TaskRunner(Generic[RequestT, ResultT]):
     def _forget_run(self, key: str, cluster: str) -> None:
         del self._runs[key]
         self._running_by_cluster[cluster] -= 1
+        for listener in self._listeners:
+            listener()
 
     async def _run(self, key: str, request: RequestT, cluster: str) -> None:
         outcome = None

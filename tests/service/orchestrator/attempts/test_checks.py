@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from datetime import timedelta
@@ -128,6 +129,43 @@ async def test_a_wrong_job_ends_while_another_holds_every_accelerator(world: Che
     assert (job.job_state, job.reason) == (JobState.FAILED, Reason.MODEL_BUILD_FAILED)
     assert job.message == "model.factory: there is no module 'gtp'"
     assert job.attempts_made == 0 and (await world.job(running)).job_state is JobState.RUNNING
+
+
+async def test_the_end_of_a_check_wakes_the_orchestrator_and_the_job_starts_in_that_round(
+    world: CheckedWorld,
+):
+    job_id = await world.submit()
+    await world.until_checks(1)
+    check = world.checks[0]
+    world.orchestrator._wake.clear()
+    world.cluster.logs[check] = f"{CHECK_RESULT_MARK}{json.dumps(to_json(PASSED))}\n"
+    world.cluster.states[check] = RayJob(RayState.SUCCEEDED)
+    await asyncio.wait_for(world.orchestrator._wake.wait(), 30)
+    await world.rounds(1)
+    assert (await world.job(job_id)).attempts_made == 1
+
+
+async def test_the_check_of_a_job_that_fits_begins_before_those_that_are_too_large_are_read(
+    world: CheckedWorld, monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[str] = []
+    find_job, result = checks.find_job, world.runner.result
+
+    async def find(session: Any, job_id: str) -> Any:
+        seen.append(job_id)
+        return await find_job(session, job_id)
+
+    async def ask(request: Any, **options: Any) -> Any:
+        seen.append(f"run {request.spec['name']}")
+        return await result(request, **options)
+
+    monkeypatch.setattr(checks, "find_job", find)
+    monkeypatch.setattr(world.runner, "result", ask)
+    large = [await world.submit(name=f"large-{n}", **gang(64, f"own:large_{n}")) for n in range(5)]
+    fits = await world.submit(name="fits")
+    await world.rounds(1)
+    assert seen[:2] == [fits, "run fits"]
+    assert seen[2] in large
 
 
 async def test_the_traceback_of_what_a_jobs_code_raised_is_in_its_events(world: CheckedWorld):
