@@ -10,12 +10,13 @@ has the fewest jobs under check, then priority, then age.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import heapq
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import IntEnum
@@ -39,6 +40,8 @@ TURN_LIMIT_S = 60.0
 PASSED_KEPT_S = 300.0
 """For this time the answer for a job without problems holds for equal ones."""
 _LOADS_A_ROUND = 16
+_LARGE_LOADS_A_ROUND = 4
+"""Of jobs that are too large: specifications are long, and those who ask for other things wait while they are read."""
 
 
 class JobChecks:
@@ -82,8 +85,8 @@ class JobChecks:
             }
             fitting = [job for job in unchecked if job.outlook is not Outlook.TOO_LARGE]
             await self._explain([job for job, _ in fitting])
-            for jobs in (fitting, unchecked):
-                await self._begin(jobs)
+            for jobs, loads in ((fitting, _LOADS_A_ROUND), (unchecked, _LARGE_LOADS_A_ROUND)):
+                await self._begin(jobs, loads)
                 await self._apply_answers()
 
     async def apply_answers(self) -> None:
@@ -127,17 +130,10 @@ class JobChecks:
         fresh = [(job, Wait(job.id, Reason.CHECKING, message)) for job in jobs if job.reason is None]
         await explain_waits(self._database, fresh)
 
-    async def _begin(self, jobs: Sequence[UncheckedJob]) -> None:
-        """Take up jobs as long as there are runs for them. Equal jobs share one."""
-        lines = defaultdict[tuple[str, str | None], list[tuple[_Turn, WaitingRow]]](list)
-        cluster_of = functools.cache(self._settings.cluster_of)
-        for job, outlook in jobs:
-            if job.id not in self._under_check:
-                turn = outlook, -job.priority, job.queued_at, job.id
-                lines[cluster_of(job.queue) or "", job.owner].append((turn, job))
-        for line in lines.values():
-            heapq.heapify(line)
-        for _ in range(_LOADS_A_ROUND):
+    async def _begin(self, jobs: Sequence[UncheckedJob], loads: int) -> None:
+        """Take up so many jobs as long as there are runs for them. Equal jobs share one."""
+        lines = await asyncio.to_thread(self._lines, jobs)  # thousands of jobs take their time
+        for _ in range(loads):
             runs = {one.key: one.cluster for one in self._under_check.values()}
             running = Counter(runs.values())
             owners = Counter(one.request.owner for one in self._under_check.values())
@@ -151,6 +147,20 @@ class JobChecks:
                 return
             _, job = heapq.heappop(lines[min(turns)[-1]])
             await self._take_up(job)
+
+    def _lines(
+        self, jobs: Sequence[UncheckedJob]
+    ) -> Mapping[_ClusterAndOwner, list[tuple[_Turn, WaitingRow]]]:
+        """The jobs that are not under check, by cluster and owner: heaps by turn."""
+        lines = defaultdict[_ClusterAndOwner, list[tuple[_Turn, WaitingRow]]](list)
+        cluster_of = functools.cache(self._settings.cluster_of)
+        for job, outlook in jobs:
+            if job.id not in self._under_check:
+                turn = outlook, -job.priority, job.queued_at, job.id
+                lines[cluster_of(job.queue) or "", job.owner].append((turn, job))
+        for line in lines.values():
+            heapq.heapify(line)
+        return lines
 
     async def _take_up(self, job: WaitingRow) -> None:
         async with self._database.read() as session:  # rounds leave the specification out
@@ -242,6 +252,7 @@ class UncheckedJob(NamedTuple):
     outlook: Outlook
 
 
+_ClusterAndOwner = tuple[str, str | None]
 _Turn = tuple[Outlook, int, datetime, str]
 """The key by which the jobs of an owner have their turns: outlook, priority (negated), age, id."""
 
