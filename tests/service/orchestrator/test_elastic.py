@@ -181,7 +181,9 @@ async def test_no_job_grows_while_another_is_checked_before_it_may_start(world: 
     await trained(world, job_id, 1, step=100, step_s=1.0, start_s=20.0)
     has(world, 4)
     beside = await world.submit(**ONE)
-    checks = SimpleNamespace(unchecked=lambda *_: [], held=lambda *_: {beside}, look=AsyncMock())
+    checks = SimpleNamespace(
+        unchecked=lambda *_: [], held=lambda *_: {beside}, look=AsyncMock(), apply_answers=AsyncMock()
+    )
     monkeypatch.setattr(world.orchestrator, "_checks", checks)
     await world.rounds(2)
     assert (await world.attempt(f"{job_id}-1")).end_asked_at is None
