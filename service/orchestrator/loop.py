@@ -11,9 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 import time
-from collections.abc import Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Set
 from datetime import timedelta
 from typing import Any
 
@@ -26,10 +25,16 @@ from service.orchestrator.attempts.submit import Submitter
 from service.orchestrator.attempts.watch import AttemptWatcher
 from service.orchestrator.ray.clusters import Clusters, NamedCluster
 from service.orchestrator.ray.driver_logs import LogKeeper
-from service.orchestrator.ray.jobs_api import ClusterError, RayJobSubmission
+from service.orchestrator.ray.jobs_api import ClusterError
 from service.orchestrator.tasks.artifacts import RemovalFailedError, RemovalTask
 from service.orchestrator.tasks.check import CheckAnswer, CheckRequest
-from service.orchestrator.tasks.runner import NoTaskResultError, TaskRunner, TaskTimeoutError, run_ray_task
+from service.orchestrator.tasks.runner import (
+    NoTaskResultError,
+    TaskRunner,
+    TaskTimeoutError,
+    run_ray_task,
+    task_submission,
+)
 from service.settings.settings import FOR_EVER, Settings
 from service.store.attempts import active_attempts
 from service.store.database import DATABASE_UNAVAILABLE, Database, Sessions, utc_now
@@ -216,7 +221,9 @@ class Orchestrator:
             )  # what is held wants accelerators soon
         for request in self.autoscaling.due():
             self._spawn(request)
-        for release in self._keepers.due({job.id for _, job in active} | {job.id for job in waiting} | held):
+        for release in self._keepers.due(
+            lambda: {job.id for _, job in active} | {job.id for job in waiting} | held
+        ):
             self._spawn(release)
         if self.logs.due:
             self._spawn(self.logs.keep_logs())
@@ -293,11 +300,14 @@ class KeeperRemoval:
         self._begun_at: dict[str, float] = {}
         self._busy: set[str] = set()
 
-    def due(self, unended: Collection[str]) -> list[Coroutine[Any, Any, None]]:
-        """The releases to be made now, to be awaited beside the rounds; nothing of the jobs `unended` ends."""
+    def due(self, unended: Callable[[], Set[str]]) -> list[Coroutine[Any, Any, None]]:
+        """The releases to make now, to be awaited beside the rounds; nothing of the jobs `unended` ends. Those are counted
+        only where there are keepers."""
         now, due = time.monotonic(), []
         for cluster in self._clusters:
-            jobs = cluster.watcher.jobs_with_keepers - {*unended}
+            if not (jobs := cluster.watcher.jobs_with_keepers):
+                continue
+            jobs -= unended()
             begun_at = self._begun_at.get(cluster.name)
             paused = begun_at is not None and now - begun_at < RELEASE_PAUSE_S
             if jobs and cluster.name not in self._busy and not paused and cluster.watcher.snapshot.available:
@@ -325,12 +335,6 @@ class KeeperRemoval:
 
 
 async def _release_keepers(cluster: NamedCluster, request: ReleaseRequest) -> ReleaseResult:
-    run_id = f"release-{secrets.token_hex(8)}"
-    submission = RayJobSubmission(
-        id=run_id,
-        entrypoint=f"{cluster.drivers.entrypoint('worker.tasks')} release",
-        interpreter=cluster.drivers.interpreter(),
-        env={RELEASE_REQUEST_VARIABLE: request.to_json(), **cluster.drivers.ray_environment},
-        metadata={"slotline_release": run_id},
-    )
+    environment = {RELEASE_REQUEST_VARIABLE: request.to_json(), **cluster.drivers.ray_environment}
+    submission = task_submission(cluster, "release", environment)
     return await run_ray_task(cluster.ray, submission, read_release_result, limit_s=_RELEASE_LIMIT_S)

@@ -260,6 +260,9 @@ def compare_planning(planner: StepPlanner, steps: list[tuple[int, ...]]) -> None
             f"  planning a step, {clock} time over {len(steps)}: median {1e3 * statistics.median(ordered):.0f} ms, p99 "
             f"{1e3 * ordered[int(0.99 * (len(ordered) - 1))]:.0f}, longest {1e3 * ordered[-1]:.0f}"
         )
+    if not makespans:
+        print("  no step has a plan of its own")
+        return
     print(
         f"  makespans beside plans of least memory {min(makespans):.6f} to {max(makespans):.6f}; {above} plans hold more "
         "on a mesh than the job's own"

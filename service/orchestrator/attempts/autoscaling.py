@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import math
-import secrets
 from collections import Counter, defaultdict
 from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,8 +32,13 @@ from service.orchestrator.decisions.attempt_lifecycle import (
 )
 from service.orchestrator.decisions.cluster_demand import ClusterDemand, WaitingGang, cluster_demand
 from service.orchestrator.ray.clusters import Clusters, ClusterWatcher, NamedCluster
-from service.orchestrator.ray.jobs_api import ClusterError, RayJobSubmission
-from service.orchestrator.tasks.runner import NoTaskResultError, TaskTimeoutError, run_ray_task
+from service.orchestrator.ray.jobs_api import ClusterError
+from service.orchestrator.tasks.runner import (
+    NoTaskResultError,
+    TaskTimeoutError,
+    run_ray_task,
+    task_submission,
+)
 from service.spec.principals import QuotaScope
 from service.spec.states import BY_RAY, NodeMark
 from service.store.database import Sessions
@@ -234,17 +238,9 @@ def _explained(wait: Wait, gang: WaitingGang | None) -> Wait:
 
 async def _run(cluster: NamedCluster, demand: ClusterDemand) -> ScaleResult:
     """Make one request. Raises ClusterError, NoTaskResultError and TaskTimeoutError."""
-    run_id = f"scale-{secrets.token_hex(8)}"
-    submission = RayJobSubmission(
-        id=run_id,
-        entrypoint=f"{cluster.drivers.entrypoint('worker.tasks')} scale",
-        interpreter=cluster.drivers.interpreter(),
-        env={
-            SCALE_REQUEST_VARIABLE: _scale_request(demand, cluster.drivers.workers_per_gpu).to_json(),
-            **cluster.drivers.ray_environment,
-        },
-        metadata={"slotline_scale": run_id},
-    )
+    request = _scale_request(demand, cluster.drivers.workers_per_gpu)
+    environment = {SCALE_REQUEST_VARIABLE: request.to_json(), **cluster.drivers.ray_environment}
+    submission = task_submission(cluster, "scale", environment)
     return await run_ray_task(cluster.ray, submission, read_scale_result, limit_s=_LIMIT_S)
 
 

@@ -129,15 +129,7 @@ class Task(ABC, Generic[RequestT, ResultT]):
     ) -> RayJobSubmission:
         """One process of the task, which holds no accelerator; `job_id` is the job that it is shown with, `pip` are its
         packages."""
-        run_id = f"{self.name}-{secrets.token_hex(8)}"
-        return RayJobSubmission(
-            id=run_id,
-            entrypoint=f"{cluster.drivers.entrypoint('worker.tasks', pip=pip)} {self.name}",
-            interpreter=cluster.drivers.interpreter(pip),
-            env=environment,
-            metadata={f"slotline_{self.name}": job_id or run_id},
-            pip=tuple(pip),
-        )
+        return task_submission(cluster, self.name, environment, job_id=job_id, pip=pip)
 
     async def run_in_ray(
         self, cluster: NamedCluster, submission: RayJobSubmission, read: Callable[[str], OutputT | None]
@@ -267,6 +259,26 @@ class TaskRunner(Generic[RequestT, ResultT]):
     async def _renew(self, keys: list[str]) -> set[str]:
         async with self._database.write() as session:
             return await renew_tasks(session, self._holder, keys)
+
+
+def task_submission(
+    cluster: NamedCluster,
+    name: str,
+    environment: Mapping[str, str],
+    *,
+    job_id: str | None = None,
+    pip: Sequence[str] = (),
+) -> RayJobSubmission:
+    """One process of `python -m worker.tasks NAME`; `job_id` and `pip` are as in `Task.submission`."""
+    run_id = f"{name}-{secrets.token_hex(8)}"
+    return RayJobSubmission(
+        id=run_id,
+        entrypoint=f"{cluster.drivers.entrypoint('worker.tasks', pip=pip)} {name}",
+        interpreter=cluster.drivers.interpreter(pip),
+        env=environment,
+        metadata={f"slotline_{name}": job_id or run_id},
+        pip=tuple(pip),
+    )
 
 
 async def run_ray_task(
