@@ -196,7 +196,7 @@ class _AdmissionRound:
         thousands of waiting jobs most are alike, and have one answer."""
         if job.not_before is not None and self._now < job.not_before:
             return Wait(job.id, Reason.BACKING_OFF, "waits a little before the next attempt")
-        alike = (
+        demand = (
             job.queue,
             job.project,
             job.accelerators,
@@ -205,9 +205,9 @@ class _AdmissionRound:
             job.patient,
             job.began,
         )
-        if alike not in self._unable:
-            self._unable[alike] = self._why_unable(job)
-        why = self._unable[alike]
+        if demand not in self._unable:
+            self._unable[demand] = self._why_unable(job)
+        why = self._unable[demand]
         return None if why is None else Wait(job.id, *why)
 
     def _why_unable(self, job: WaitingJob) -> tuple[Reason, str] | None:
