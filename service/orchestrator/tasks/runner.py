@@ -44,6 +44,8 @@ from service.store.node_states import node_marks
 logger = logging.getLogger(__name__)
 TASK_RENEWAL_S = 5.0
 TASK_POLL_S = 0.5
+"""The longest pause between two looks at a run; first looks come sooner, since a check takes a second."""
+_FIRST_POLL_S = 0.1
 TASK_LOG_SETTLES_S = 20.0
 ENVIRONMENT_LIMIT = 100_000
 """Characters of a request in a variable: Linux takes 128 KiB for one."""
@@ -306,7 +308,7 @@ async def run_ray_task(
 
 
 async def _wait_until_ended(cluster: Cluster, run_id: str, deadline: float, start_deadline: float) -> None:
-    run = None
+    run, pause_s = None, _FIRST_POLL_S
     while (now := time.monotonic()) < deadline:
         with contextlib.suppress(ClusterUnreachableError):
             run = await cluster.job(run_id)
@@ -314,7 +316,8 @@ async def _wait_until_ended(cluster: Cluster, run_id: str, deadline: float, star
             return
         if run is not None and run.state is RayState.PENDING and now >= start_deadline:
             break
-        await asyncio.sleep(min(TASK_POLL_S, max(0.0, deadline - time.monotonic())))
+        await asyncio.sleep(min(pause_s, TASK_POLL_S, max(0.0, deadline - time.monotonic())))
+        pause_s *= 1.1
     began = run is None or run.state is not RayState.PENDING
     raise TaskTimeoutError(began, "" if run is None else str(run))
 
@@ -327,7 +330,7 @@ async def _read_output(cluster: Cluster, run_id: str, read: Callable[[str], Outp
             log = await cluster.log(run_id)
         if (result := read(log)) is not None:
             return result
-        await asyncio.sleep(TASK_POLL_S)
+        await asyncio.sleep(min(_FIRST_POLL_S, TASK_POLL_S))
     job = await cluster.job(run_id)
     last_line = next((line for line in reversed(log.strip().splitlines()) if line.strip()), "no output")
     raise NoTaskResultError(job.message or last_line)
