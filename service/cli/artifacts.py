@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -39,7 +39,6 @@ from worker.contract.tasks import (
     read_export_result,
 )
 
-ExportFormat = Literal["safetensors", "dcp"]
 app = typer.Typer()
 
 
@@ -110,12 +109,6 @@ def export(
     step: Annotated[
         int | None, typer.Option(min=1, help="After this step; else the newest whole one")
     ] = None,
-    form: Annotated[
-        ExportFormat,
-        typer.Option(
-            "--format", help="Weights, or all of the checkpoint as torch.distributed.checkpoint has it"
-        ),
-    ] = "safetensors",
     merged: Annotated[
         bool,
         typer.Option("--merged", help="Of a peft model: the whole model, with the adapters in its weights"),
@@ -134,13 +127,12 @@ def export(
         exported = client.export(
             job,
             step=step,
-            format=form,
             merged=merged,
             limit_s=limit_s,
             waiting=print_waiting,
         )
     else:
-        exported = _export_locally(client.job(job).spec, job, output, step, form, merged, limit_s)
+        exported = _export_locally(client.job(job).spec, job, output, step, merged, limit_s)
     for note in exported.notes:
         print_message(f"note: {note}")
     if as_json:
@@ -160,7 +152,6 @@ def _export_locally(
     job: str,
     output: Path,
     step: int | None,
-    form: str,
     merged: bool,
     limit_s: float,
 ) -> ExportView:
@@ -171,7 +162,7 @@ def _export_locally(
     uri = stored_field(spec, "checkpoint", "uri", "")
     if not uri:
         raise CliError(f"job {job} saves no checkpoints: submit it with checkpoint: {{uri: /shared/place}}")
-    request = ExportRequest(uri, job, step, str(output.expanduser().resolve()), form, merged)
+    request = ExportRequest(uri, job, step, str(output.expanduser().resolve()), merged=merged)
     try:
         done = subprocess.run(
             [sys.executable, "-m", "worker.tasks", "export"],

@@ -479,18 +479,16 @@ class Client:
         job_id: str,
         *,
         step: int | None = None,
-        format: str = "safetensors",
         merged: bool = False,
         limit_s: float = EXPORT_LIMIT_S,
         waiting: Callable[[str], None] = lambda _: None,
     ) -> ExportView:
         """Have the cluster write the job's weights beside its checkpoints: those after `step`, or the newest whole ones.
 
-        Of a peft model the adapters are written, or with `merged` the whole model with them. The `format` "dcp" is all
-        of the checkpoint, as torch.distributed.checkpoint writes one.
+        Of a peft model the adapters are written, or with `merged` the whole model with them.
         `waiting` hears of it once; ClientError after `limit_s`.
         """
-        call = {"params": _without_none(format=format, step=step, merged=merged or None)}
+        call = {"params": _without_none(step=step, merged=merged or None)}
         path = f"/api/v1/jobs/{job_id}/export"
         return self._until_answered(ExportView, ExportingView, path, call, limit_s=limit_s, waiting=waiting)
 

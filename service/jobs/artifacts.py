@@ -64,7 +64,7 @@ from worker.contract.checkpoint_files import (
     inspect_checkpoints,
     job_uri,
 )
-from worker.contract.tasks import ExportFailedError, ExportRequest
+from worker.contract.tasks import SAFETENSORS, ExportFailedError, ExportRequest
 
 _LOOK_LIMIT_S = 20.0
 _CHECKSUM_LIMIT_S = 40.0
@@ -200,12 +200,18 @@ async def export_weights(
 
     `step` None is the newest whole checkpoint. 403 where the job's queue does not admit the caller.
     """
+    if format != SAFETENSORS:  # what older clients may ask for
+        raise ProblemError(
+            422,
+            f"format is {format[:40]!r}: weights are written as safetensors; torch.distributed.checkpoint reads a "
+            "checkpoint as it lies, by dcp.load(state, checkpoint_id=...)",
+        )
     async with service.database.read() as session:
         job = await existing_job(session, job_id)
     check_admitted(service.settings, job.queue, caller)
     cluster = job.began_on or service.settings.cluster_of(job.queue) or DEFAULT_CLUSTER
     try:
-        request = ExportRequest(_checkpoint_uri(job), job_id, step, None, format, merged)
+        request = ExportRequest(_checkpoint_uri(job), job_id, step, merged=merged)
         export = await service.exporter.result(request, cluster=cluster)
     except ExportFailedError as error:
         raise ProblemError(422, f"the weights of {job_id} could not be written: {error}") from None

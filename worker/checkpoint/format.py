@@ -12,9 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
-import os
-import shutil
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -43,7 +40,6 @@ from worker.contract.checkpoint_files import (
     CheckpointError,
     DamagedCheckpointError,
     SaveSeconds,
-    check_content,
     check_size,
     complete_checkpoints,
     file_content,
@@ -62,7 +58,6 @@ __all__ = [
     "HeldParts",
     "check_writable",
     "complete_checkpoints",
-    "copy_dcp_files",
     "finish_checkpoint",
     "index_shards",
     "inspect_checkpoints",
@@ -80,7 +75,6 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 _OPTIMIZER_GROUPS = "optimizer_groups"
-_COPY_BYTES = 1 << 20
 
 
 def rank_shard(mesh: str, worker: int) -> str:
@@ -370,27 +364,6 @@ def load_parts(uri: str, names: Collection[str], held: HeldParts) -> LoadedParts
     """Load the tensors in `names`, of those in `held` these parts, from the chunks that have some of it, however they were
     split when they were saved; errors as of `load_checkpoint`. A tensor that cannot be split so is left out."""
     return _load(uri, Wanted(names, None, held))
-
-
-def copy_dcp_files(uri: str, target: str) -> bool:
-    """Copy the files by which torch.distributed.checkpoint reads the checkpoint at `uri` into a folder of this machine, the
-    metadata last; False, and nothing is copied, where an older version wrote it. DamagedCheckpointError for a file that is
-    not what was saved."""
-    files, folder = fsspec.core.url_to_fs(uri)
-    manifest = read_manifest(files, folder, uri)
-    if manifest["format"] < CHECKPOINT_FORMAT:
-        return False
-    sizes = file_sizes(folder, manifest)
-    for path, size in sizes.items():
-        check_size(files, path, size)
-    check_content(files, folder, manifest, math.inf)
-    names = [path.rsplit("/", 1)[-1] for path in sizes]
-    os.makedirs(target, exist_ok=True)
-    for name in sorted(names, key=lambda name: name == DCP_METADATA):
-        if name != TENSOR_INDEX:
-            with files.open(f"{folder}/{name}", "rb") as source, open(f"{target}/{name}", "wb") as copy:
-                shutil.copyfileobj(source, copy, _COPY_BYTES)
-    return True
 
 
 def _load(uri: str, wanted: Wanted) -> LoadedParts:

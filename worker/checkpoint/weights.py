@@ -1,4 +1,4 @@
-"""Exports a checkpoint as safetensors with the model's own names and config.json, or in DCP's format.
+"""Exports a checkpoint as safetensors with the model's own names and config.json.
 
 Needs no user code: the checkpoint's model record (worker/checkpoint/record.py) has the names. Holds only the
 tensors of the file that is being written. A folder with files of another model is refused; every file appears whole
@@ -26,14 +26,13 @@ from worker.checkpoint.adapters import ADAPTER_STEM as ADAPTERS
 from worker.checkpoint.adapters import LoraDelta, StateDictEntry
 from worker.checkpoint.record import RECORD_SHARD, ModelRecord, record_from_state
 from worker.contract.checkpoint_files import CheckpointError, job_uri, step_folder_name
-from worker.contract.tasks import DCP_METADATA, ExportRequest
+from worker.contract.tasks import SAFETENSORS, ExportRequest
 
 MAX_FILE_BYTES = 5_000_000_000
 """So much goes into one file at most, as transformers has it; a larger tensor is a file of its own."""
 _SAFETENSORS_METADATA = {"format": "pt"}  # without it transformers does not read them
 _SAFETENSORS_SUFFIX = ".safetensors"
 _PARTIAL_SUFFIX = ".partial"
-_DCP_SUFFIX = ".distcp"
 
 
 class ExportTargetError(ValueError):
@@ -132,31 +131,6 @@ def _select_content(record: ModelRecord, merged: bool, file_bytes: int) -> _Expo
     return _ExportContent(adapters.base, adapters.base_files, adapters.base_stem, file_bytes, adapters.deltas)
 
 
-def export_dcp(uri: str, target: str) -> ExportResult:
-    """Write all of the checkpoint at `uri` into the folder `target`, as torch.distributed.checkpoint writes one: model,
-    optimizer state and groups. Raises CheckpointError and ExportTargetError as `export` does."""
-    files, folder = fsspec.core.url_to_fs(target)
-    if not isinstance(files, LocalFileSystem):
-        raise ExportTargetError(
-            f"torch.distributed.checkpoint writes into folders, and {target} is none: give one (-o)"
-        )
-    there = [*files.glob(f"{folder}/*{_DCP_SUFFIX}"), f"{folder}/{DCP_METADATA}"]
-    _prepare_folder(files, folder, target, {path.rsplit("/", 1)[-1] for path in there})
-    for path in reversed(there):  # the description first: without it the folder is no checkpoint
-        with suppress(FileNotFoundError):
-            files.rm_file(path)
-    from worker.checkpoint.dcp import write_dcp  # loads much that an export of weights does not need
-
-    step, tensors = write_dcp(uri, folder)
-    written = sorted(files.ls(folder, detail=False, refresh=True))
-    return ExportResult(
-        step,
-        target,
-        tuple(WrittenFile(path.rsplit("/", 1)[-1], files.size(path)) for path in written),
-        tensors,
-    )
-
-
 def export_job(request: ExportRequest) -> ExportResult:
     """Write the weights of the checkpoint that is asked for, or of the newest that is whole; notes tell of newer ones
     that are damaged. Raises CheckpointError where there is none, ExportTargetError."""
@@ -168,23 +142,20 @@ def export_job(request: ExportRequest) -> ExportResult:
             raise CheckpointError(
                 f"{request.job} has no checkpoint of step {request.step} below {request.uri}: there are {steps}"
             )
-    if request.merged and request.format == "dcp":
+    if request.format != SAFETENSORS:
         raise ExportTargetError(
-            "dcp is all of a checkpoint, adapters too: leave out `merged`, or take safetensors"
+            f"format is {request.format!r}: weights are written as safetensors, and torch.distributed.checkpoint reads "
+            "checkpoints as they lie"
         )
     damages = []
     for one in found:
         kind = "merged" if request.merged else "export"
-        kind += "" if request.format == "safetensors" else f"-{request.format}"
         beside = f"{job_uri(request.uri, request.job)}/{kind}-{step_folder_name(one.step)}"
         try:
             if one.damage is not None:
                 raise CheckpointError(one.damage)
             where = request.target or beside
-            if request.format == "dcp":
-                exported = export_dcp(one.uri, where)
-            else:
-                exported = export_safetensors(one.uri, where, merged=request.merged)
+            exported = export_safetensors(one.uri, where, merged=request.merged)
             return replace(exported, notes=(*(f"passed over: {d}" for d in damages), *exported.notes))
         except CheckpointError as error:
             damages.append(str(error))

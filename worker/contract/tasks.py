@@ -312,6 +312,7 @@ def removal_result_from_json(data: Mapping[str, Any]) -> RemovalResult:
 
 EXPORT_REQUEST_VARIABLE = "SLOTLINE_EXPORT"
 EXPORT_RESULT_MARK = "SLOTLINE_EXPORTED "
+SAFETENSORS = "safetensors"
 DCP_METADATA = ".metadata"  # what makes a folder one of torch.distributed.checkpoint
 
 
@@ -321,15 +322,15 @@ class ExportFailedError(ValueError):
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """`uri` is the job's checkpoint.uri, `step` None the newest, `target` None a folder beside the checkpoints; `format`
-    safetensors has weights alone, for from_pretrained, and dcp all of a checkpoint, as torch.distributed.checkpoint writes
-    one. `merged`: of a model of peft not the adapters, but the model below with them in its weights."""
+    """`uri` is the job's checkpoint.uri, `step` None the newest, `target` None a folder beside the checkpoints; of `format`
+    there is SAFETENSORS alone, for from_pretrained. `merged`: of a model of peft not the adapters, but the model below with
+    them in its weights."""
 
     uri: str
     job: str
     step: int | None = None
     target: str | None = None
-    format: str = "safetensors"
+    format: str = SAFETENSORS
     merged: bool = False
 
     def to_json(self) -> str:

@@ -5,7 +5,7 @@ Exports and deletions run on the cluster: 202 until they are done, the same requ
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from fastapi import APIRouter, Body, Path, Query, Response
 
@@ -69,10 +69,7 @@ async def export_weights(
     caller: Caller,
     service: CurrentService,
     step: Annotated[int | None, Query(ge=1, lt=2**31, description="The newest whole one if absent")] = None,
-    format: Annotated[
-        Literal["safetensors", "dcp"],
-        Query(description="dcp: all of the checkpoint, as torch.distributed.checkpoint writes one"),
-    ] = "safetensors",
+    format: Annotated[str, Query(include_in_schema=False)] = "safetensors",
     merged: Annotated[
         bool,
         Query(

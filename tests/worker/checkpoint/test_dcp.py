@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import pickle
 from fnmatch import fnmatch
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,14 +21,13 @@ from torch.nn import functional
 
 from tests.reference import accumulate
 from tests.worker.actor import test_actor
-from tests.worker.checkpoint.older_formats import save_older
 from tests.worker.checkpoint.test_jobs import saved
 from tests.worker.jobs.test_heterogeneous_meshes import unet
 from tests.worker.workers import Workers
 from worker.checkpoint import format as checkpoint_format
-from worker.checkpoint.dcp import DcpFolder, SlotlineReader, load_dcp_state_dict
+from worker.checkpoint.dcp import DcpFolder
 from worker.checkpoint.sources import open_weights
-from worker.checkpoint.weights import ExportTargetError, export_dcp, export_job, export_safetensors
+from worker.checkpoint.weights import ExportTargetError, export_job
 from worker.contract.job import Job
 from worker.contract.profile import ModelError
 from worker.contract.tasks import ExportRequest
@@ -79,22 +76,20 @@ def plain_step(spec, model, optimizer, step, loss):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_dcp_loads_what_a_run_saved_into_the_plain_model_and_its_next_step_is_the_runs(name, tmp_path):
-    """In place and as exported: every parameter, every state of the optimizer, every setting of its groups, bit for bit."""
+    """Every parameter, every state of the optimizer, every setting of its groups, bit for bit."""
     spec = spec_of(name)
     with Workers(spec) as run:
         run.losses(range(1, 3))
         uri = saved(run, str(tmp_path / "c"), 2)
         after = run.losses(range(3, 4))[0]
         next_uri = saved(run, str(tmp_path / "c"), 3)
-    export_dcp(uri, str(tmp_path / "out"))
     state, _ = checkpoint_format.load_checkpoint(uri)
-    readers = (SlotlineReader(uri), dcp.FileSystemReader(uri), dcp.FileSystemReader(tmp_path / "out"))
-    for reader, flat in itertools.product(readers, (False, True)):
+    for flat in (False, True):
         model, optimizer = plain_of(spec, seed=99)
         options = StateDictOptions(flatten_optimizer_state_dict=flat)
         model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
         given = {"model": model_state, "optimizer": optimizer_state}
-        dcp.load(given, storage_reader=reader, no_dist=True)
+        dcp.load(given, checkpoint_id=uri, no_dist=True)
         set_state_dict(
             model,
             optimizer,
@@ -227,81 +222,25 @@ def states_of_two_meshes(step):
 
 
 def test_the_groups_of_all_meshes_are_the_plain_optimizers_without_a_devices_settings(tmp_path):
-    state, step = load_dcp_state_dict(laid(str(tmp_path)))
-    assert step == 4 and state["optimizer"]["param_groups"] == [
+    state = {}
+    dcp.state_dict_loader._load_state_dict(
+        state,
+        storage_reader=dcp.FileSystemReader(laid(str(tmp_path))),
+        planner=_EmptyStateDictLoadPlanner(keys={"optimizer"}),
+        no_dist=True,
+    )
+    assert state["optimizer"]["param_groups"] == [
         {"lr": 0.1, "fused": None, "params": ["tied"]},
         {"lr": 0.2, "fused": None, "params": ["a", "b"]},
     ]
 
 
-def test_an_export_for_dcp_is_of_the_newest_whole_checkpoint_and_replaces_only_its_own(tmp_path):
-    base = str(tmp_path / "c")
-    laid(base, 4)
-    newest = laid(base, 6)
-    with open(f"{newest}/m1.distcp", "ab") as file:
-        file.write(b"more")
-    request = ExportRequest(base, "job", None, None, "dcp")
-    found = export_job(request)
-    assert (
-        found.step == 4
-        and found.uri.endswith("export-dcp-step-0000000004")
-        and "passed over" in found.notes[0]
-    )
-    names = {".metadata", "groups.distcp", "m0.distcp", "m1.distcp"}
-    assert {one.name for one in found.files} == names and found.tensors == 6
-    assert export_job(request).files == found.files, "again"
-    given = {"model": {"a": torch.zeros(2)}}
-    dcp.load(given, checkpoint_id=found.uri, no_dist=True)
-    assert given["model"]["a"].tolist() == [4.0, 4.0]
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").write_text("mine")
-    with pytest.raises(ExportTargetError, match=r"holds other files \(notes\.txt\)"):
-        export_dcp(checkpoint_format.step_uri(base, "job", 4), str(tmp_path / "mine"))
-    with pytest.raises(ExportTargetError, match="writes into folders, and memory://x is none"):
-        export_dcp(checkpoint_format.step_uri(base, "job", 4), "memory://x")
-
-
-def test_an_export_for_dcp_of_an_older_checkpoint_holds_the_same(tmp_path):
-    older = checkpoint_format.step_uri(str(tmp_path / "older"), "job", 4)
-    save_older(older, states_of_two_meshes(4), step=4)
-    newer = laid(str(tmp_path / "newer"))
-    for uri, name in ((older, "one"), (newer, "two")):
-        assert export_dcp(uri, str(tmp_path / name)).tensors == 6
-    read = []
-    for name in ("one", "two"):
-        state = {}
-        dcp.state_dict_loader._load_state_dict(
-            state,
-            storage_reader=dcp.FileSystemReader(tmp_path / name),
-            planner=_EmptyStateDictLoadPlanner(keys={"model", "optimizer"}),
-            no_dist=True,
-        )
-        read.append(state)
-    assert read[0]["optimizer"]["param_groups"] == read[1]["optimizer"]["param_groups"]
-    for name in ("tied", "a", "b"):
-        assert torch.equal(read[0]["model"][name], read[1]["model"][name])
-        moments = [state["optimizer"]["state"][name]["exp_avg"] for state in read]
-        assert torch.equal(*moments)
-
-
-def test_a_damaged_checkpoint_is_not_exported_for_dcp(tmp_path):
-    uri = laid(str(tmp_path / "c"))
-    shard = Path(uri, "m1.distcp")
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(bytes(content))
-    with pytest.raises(checkpoint_format.DamagedCheckpointError, match=r"m1\.distcp has the SHA-256"):
-        export_dcp(uri, str(tmp_path / "out"))
-    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
-
-
-def test_a_reader_says_what_is_no_checkpoint(tmp_path):
-    assert SlotlineReader.validate_checkpoint_id(laid(str(tmp_path)))
-    assert not SlotlineReader.validate_checkpoint_id(tmp_path)
-    with pytest.raises(dcp.CheckpointException, match="no complete checkpoint"):
-        dcp.load({"model": {}}, storage_reader=SlotlineReader(str(tmp_path)), no_dist=True)
-    with pytest.raises(checkpoint_format.CheckpointError):
-        export_safetensors(str(tmp_path), str(tmp_path / "x"))
+def test_an_export_in_another_format_is_refused_with_the_way_to_read_a_checkpoint(tmp_path):
+    laid(str(tmp_path))
+    with pytest.raises(
+        ExportTargetError, match="format is 'dcp': weights are written as safetensors, and torch"
+    ):
+        export_job(ExportRequest(str(tmp_path), "job", format="dcp"))
 
 
 def test_a_job_starts_from_a_checkpoint_of_another_as_from_any_folder_of_dcp(tmp_path):
