@@ -109,10 +109,6 @@ def export(
     step: Annotated[
         int | None, typer.Option(min=1, help="After this step; else the newest whole one")
     ] = None,
-    merged: Annotated[
-        bool,
-        typer.Option("--merged", help="Of a peft model: the whole model, with the adapters in its weights"),
-    ] = False,
     limit_s: Annotated[float, typer.Option("--limit-s", min=1.0, help="Limit in seconds")] = 3600.0,
     as_json: JsonOption = False,
 ) -> None:
@@ -127,12 +123,11 @@ def export(
         exported = client.export(
             job,
             step=step,
-            merged=merged,
             limit_s=limit_s,
             waiting=print_waiting,
         )
     else:
-        exported = _export_locally(client.job(job).spec, job, output, step, merged, limit_s)
+        exported = _export_locally(client.job(job).spec, job, output, step, limit_s)
     for note in exported.notes:
         print_message(f"note: {note}")
     if as_json:
@@ -152,7 +147,6 @@ def _export_locally(
     job: str,
     output: Path,
     step: int | None,
-    merged: bool,
     limit_s: float,
 ) -> ExportView:
     """Export on this machine, by the worker's export in a subprocess."""
@@ -162,7 +156,7 @@ def _export_locally(
     uri = stored_field(spec, "checkpoint", "uri", "")
     if not uri:
         raise CliError(f"job {job} saves no checkpoints: submit it with checkpoint: {{uri: /shared/place}}")
-    request = ExportRequest(uri, job, step, str(output.expanduser().resolve()), merged=merged)
+    request = ExportRequest(uri, job, step, str(output.expanduser().resolve()))
     try:
         done = subprocess.run(
             [sys.executable, "-m", "worker.tasks", "export"],

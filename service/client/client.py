@@ -479,16 +479,15 @@ class Client:
         job_id: str,
         *,
         step: int | None = None,
-        merged: bool = False,
         limit_s: float = EXPORT_LIMIT_S,
         waiting: Callable[[str], None] = lambda _: None,
     ) -> ExportView:
         """Have the cluster write the job's weights beside its checkpoints: those after `step`, or the newest whole ones.
 
-        Of a peft model the adapters are written, or with `merged` the whole model with them.
+        Of a peft model the adapters are written.
         `waiting` hears of it once; ClientError after `limit_s`.
         """
-        call = {"params": _without_none(step=step, merged=merged or None)}
+        call = {"params": _without_none(step=step)}
         path = f"/api/v1/jobs/{job_id}/export"
         return self._until_answered(ExportView, ExportingView, path, call, limit_s=limit_s, waiting=waiting)
 

@@ -64,7 +64,7 @@ from worker.contract.checkpoint_files import (
     inspect_checkpoints,
     job_uri,
 )
-from worker.contract.tasks import SAFETENSORS, ExportFailedError, ExportRequest
+from worker.contract.tasks import MERGED_MESSAGE, SAFETENSORS, ExportFailedError, ExportRequest
 
 _LOOK_LIMIT_S = 20.0
 _CHECKSUM_LIMIT_S = 40.0
@@ -206,12 +206,14 @@ async def export_weights(
             f"format is {format[:40]!r}: weights are written as safetensors; torch.distributed.checkpoint reads a "
             "checkpoint as it lies, by dcp.load(state, checkpoint_id=...)",
         )
+    if merged:
+        raise ProblemError(422, MERGED_MESSAGE)
     async with service.database.read() as session:
         job = await existing_job(session, job_id)
     check_admitted(service.settings, job.queue, caller)
     cluster = job.began_on or service.settings.cluster_of(job.queue) or DEFAULT_CLUSTER
     try:
-        request = ExportRequest(_checkpoint_uri(job), job_id, step, merged=merged)
+        request = ExportRequest(_checkpoint_uri(job), job_id, step)
         export = await service.exporter.result(request, cluster=cluster)
     except ExportFailedError as error:
         raise ProblemError(422, f"the weights of {job_id} could not be written: {error}") from None

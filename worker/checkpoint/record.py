@@ -62,7 +62,7 @@ def make_record(model: nn.Module) -> ModelRecord:
         note = f"{type(model).__name__} could not write its configuration ({type(error).__name__}: {error})"
     adapters = None
     try:
-        adapters = find_adapters(model, tuple(entries), _library_configuration)
+        adapters = find_adapters(model, tuple(entries))
     except Exception as error:
         note = f"the adapters of {type(model).__name__} cannot be written alone ({type(error).__name__}: {error})"
     return ModelRecord(tuple(entries), files, stem, tuple(others), note, adapters)

@@ -11,9 +11,9 @@ import json
 import os
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import fsspec
 from fsspec import AbstractFileSystem
@@ -23,10 +23,10 @@ from torch import Tensor
 
 from worker.checkpoint import format as checkpoint_format
 from worker.checkpoint.adapters import ADAPTER_STEM as ADAPTERS
-from worker.checkpoint.adapters import LoraDelta, StateDictEntry
+from worker.checkpoint.adapters import StateDictEntry
 from worker.checkpoint.record import RECORD_SHARD, ModelRecord, record_from_state
 from worker.contract.checkpoint_files import CheckpointError, job_uri, step_folder_name
-from worker.contract.tasks import SAFETENSORS, ExportRequest
+from worker.contract.tasks import MERGED_MESSAGE, SAFETENSORS, ExportRequest
 
 MAX_FILE_BYTES = 5_000_000_000
 """So much goes into one file at most, as transformers has it; a larger tensor is a file of its own."""
@@ -56,32 +56,12 @@ class ExportResult:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class _ExportContent:
-    """The part of a model that is written: entries, the files beside them, the stem of their names, and what is added to
-    tensors."""
-
-    entries: tuple[StateDictEntry, ...]
-    files: Mapping[str, str]
-    stem: str
-    file_bytes: int
-    deltas: Mapping[str, LoraDelta] = field(default_factory=dict)
-
-    def tensors(self, entries: Sequence[StateDictEntry]) -> set[str]:
-        """The names of the tensors that these entries are made of."""
-        found = {entry.tensor for entry in entries}
-        deltas = [self.deltas[name] for name in found if name in self.deltas]
-        return found | {name for delta in deltas for name in (delta.a, delta.b)}
-
-
-def export_safetensors(
-    uri: str, target: str, *, file_bytes: int = MAX_FILE_BYTES, merged: bool = False
-) -> ExportResult:
+def export_safetensors(uri: str, target: str, *, file_bytes: int = MAX_FILE_BYTES) -> ExportResult:
     """Write the weights of the checkpoint at `uri` into the folder `target` (both any fsspec URI).
 
-    Of a model of peft these are the adapters, or `merged` the model below with them. Files of the same names are
-    replaced; with other files in it the folder is refused. Raises CheckpointError for a
-    checkpoint that is damaged, or too old to say what its model's names are, and ExportTargetError.
+    Of a model of peft these are the adapters. Files of the same names are replaced; with other files in it the folder is
+    refused. Raises CheckpointError for a checkpoint that is damaged, or too old to say what its model's names are, and
+    ExportTargetError.
     """
     held = checkpoint_format.shard_names(uri)
     if RECORD_SHARD not in held:
@@ -91,11 +71,18 @@ def export_safetensors(
         )
     record = record_from_state(checkpoint_format.load_shard_values(uri, RECORD_SHARD))
     _check_exportable(uri, record, {name for names in held.values() for name in names})
-    content = _select_content(record, merged, file_bytes)
-    parts = _split_into_files(content.entries, content.file_bytes)
-    names = _file_names(content.stem, len(parts))
-    index = f"{content.stem}{_SAFETENSORS_SUFFIX}.index.json"
-    beside = dict(content.files)
+    entries, texts, stem = record.entries, record.files, record.stem
+    if record.adapters is not None:  # in one file, which is all that peft reads
+        entries, texts, stem, file_bytes = (
+            record.adapters.entries,
+            record.adapters.files,
+            ADAPTERS,
+            sys.maxsize,
+        )
+    parts = _split_into_files(entries, file_bytes)
+    names = _file_names(stem, len(parts))
+    index = f"{stem}{_SAFETENSORS_SUFFIX}.index.json"
+    beside = dict(texts)
     if len(parts) > 1:
         beside[index] = _safetensors_index(parts, names)
     files, folder = fsspec.core.url_to_fs(target)
@@ -103,37 +90,28 @@ def export_safetensors(
     for name, text in beside.items():
         _write_atomically(files, f"{folder}/{name}", text.encode())
     step = 0
-    for name, entries in zip(names, parts, strict=True):
+    for name, part in zip(names, parts, strict=True):
         state, step = checkpoint_format.load_checkpoint(
-            uri, names=content.tensors(entries), parts=("parameters", "buffers")
+            uri, names={entry.tensor for entry in part}, parts=("parameters", "buffers")
         )
         tensors = {**state.get("parameters", {}), **state.get("buffers", {})}
         taken: set[str] = set()
-        made = {entry.name: _owned_tensor(tensors, entry, taken, content.deltas) for entry in entries}
+        made = {entry.name: _owned_tensor(tensors, entry, taken) for entry in part}
         _write_atomically(files, f"{folder}/{name}", made)
     written = tuple(WrittenFile(name, files.size(f"{folder}/{name}")) for name in [*names, *beside])
-    return ExportResult(step, target, written, len(content.entries), _export_notes(record))
-
-
-def _select_content(record: ModelRecord, merged: bool, file_bytes: int) -> _ExportContent:
-    adapters = record.adapters
-    if adapters is None:
-        if merged:
-            raise ExportTargetError("the model has no adapters of peft to be merged: leave out `merged`")
-        return _ExportContent(record.entries, record.files, record.stem, file_bytes)
-    if not merged:  # in one file, which is all that peft reads
-        return _ExportContent(adapters.entries, adapters.files, ADAPTERS, sys.maxsize)
-    if adapters.unmergeable:
-        raise ExportTargetError(
-            f"the adapters cannot be merged here: {adapters.unmergeable}; leave out `merged`, and merge what is written "
-            "with peft: PeftModel.from_pretrained(model, folder).merge_and_unload()"
-        )
-    return _ExportContent(adapters.base, adapters.base_files, adapters.base_stem, file_bytes, adapters.deltas)
+    return ExportResult(step, target, written, len(entries), _export_notes(record))
 
 
 def export_job(request: ExportRequest) -> ExportResult:
     """Write the weights of the checkpoint that is asked for, or of the newest that is whole; notes tell of newer ones
     that are damaged. Raises CheckpointError where there is none, ExportTargetError."""
+    if request.format != SAFETENSORS:
+        raise ExportTargetError(
+            f"format is {request.format!r}: weights are written as safetensors, and torch.distributed.checkpoint reads "
+            "checkpoints as they lie"
+        )
+    if request.merged:
+        raise ExportTargetError(MERGED_MESSAGE)
     found = checkpoint_format.inspect_checkpoints(request.uri, request.job)
     if request.step is not None:
         steps = ", ".join(str(one.step) for one in found) or "none"
@@ -142,20 +120,14 @@ def export_job(request: ExportRequest) -> ExportResult:
             raise CheckpointError(
                 f"{request.job} has no checkpoint of step {request.step} below {request.uri}: there are {steps}"
             )
-    if request.format != SAFETENSORS:
-        raise ExportTargetError(
-            f"format is {request.format!r}: weights are written as safetensors, and torch.distributed.checkpoint reads "
-            "checkpoints as they lie"
-        )
     damages = []
     for one in found:
-        kind = "merged" if request.merged else "export"
-        beside = f"{job_uri(request.uri, request.job)}/{kind}-{step_folder_name(one.step)}"
+        beside = f"{job_uri(request.uri, request.job)}/export-{step_folder_name(one.step)}"
         try:
             if one.damage is not None:
                 raise CheckpointError(one.damage)
             where = request.target or beside
-            exported = export_safetensors(one.uri, where, merged=request.merged)
+            exported = export_safetensors(one.uri, where)
             return replace(exported, notes=(*(f"passed over: {d}" for d in damages), *exported.notes))
         except CheckpointError as error:
             damages.append(str(error))
@@ -214,13 +186,9 @@ def _prepare_folder(files: AbstractFileSystem, folder: str, target: str, ours: s
     files.makedirs(folder, exist_ok=True)
 
 
-def _owned_tensor(
-    tensors: dict[str, Tensor], entry: StateDictEntry, taken: set[str], deltas: Mapping[str, LoraDelta]
-) -> Tensor:
+def _owned_tensor(tensors: dict[str, Tensor], entry: StateDictEntry, taken: set[str]) -> Tensor:
     """A tensor in one piece, of its own for every name, since the format has no aliases."""
     tensor = tensors[entry.tensor].contiguous()
-    if entry.tensor in deltas:
-        return deltas[entry.tensor].applied_to(tensor, tensors).contiguous()
     if entry.tensor in taken:
         tensor = tensor.clone()
     taken.add(entry.tensor)

@@ -313,6 +313,10 @@ def removal_result_from_json(data: Mapping[str, Any]) -> RemovalResult:
 EXPORT_REQUEST_VARIABLE = "SLOTLINE_EXPORT"
 EXPORT_RESULT_MARK = "SLOTLINE_EXPORTED "
 SAFETENSORS = "safetensors"
+MERGED_MESSAGE = (
+    "adapters are written alone: leave out `merged`, and merge them into their model with peft, by "
+    "PeftModel.from_pretrained(model, folder).merge_and_unload()"
+)
 DCP_METADATA = ".metadata"  # what makes a folder one of torch.distributed.checkpoint
 
 
@@ -323,8 +327,7 @@ class ExportFailedError(ValueError):
 @dataclass(frozen=True)
 class ExportRequest:
     """`uri` is the job's checkpoint.uri, `step` None the newest, `target` None a folder beside the checkpoints; of `format`
-    there is SAFETENSORS alone, for from_pretrained. `merged`: of a model of peft not the adapters, but the model below with
-    them in its weights."""
+    there is SAFETENSORS alone, for from_pretrained, and of a model of peft the adapters, never `merged`."""
 
     uri: str
     job: str

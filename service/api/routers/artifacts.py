@@ -70,12 +70,7 @@ async def export_weights(
     service: CurrentService,
     step: Annotated[int | None, Query(ge=1, lt=2**31, description="The newest whole one if absent")] = None,
     format: Annotated[str, Query(include_in_schema=False)] = "safetensors",
-    merged: Annotated[
-        bool,
-        Query(
-            description="Of a model of peft: not the adapters, but the whole model with them in its weights"
-        ),
-    ] = False,
+    merged: Annotated[bool, Query(include_in_schema=False)] = False,
 ) -> Response:
     """Write the job's weights beside its checkpoints, as safetensors with the model's own names and its configuration.
 

@@ -1,4 +1,4 @@
-"""Adapters of peft: what is exported is what `PeftModel.from_pretrained` takes, alone and merged, and a job starts from the
+"""Adapters of peft: what is exported is what `PeftModel.from_pretrained` takes, and a job starts from the
 weights of the model below."""
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from tests.missing import needs_libraries
 from tests.worker.checkpoint.test_jobs import saved
 from tests.worker.jobs import test_plain_modules as test_raw_models
 from tests.worker.workers import Workers
-from worker.checkpoint.adapters import Adapters, base_model_name
+from worker.checkpoint.adapters import base_model_name
 from worker.checkpoint.record import make_record, record_from_state, record_to_state
-from worker.checkpoint.weights import ExportTargetError, export_safetensors
+from worker.checkpoint.weights import ExportTargetError, export_job, export_safetensors
 from worker.contract.failures import AttemptFailure
+from worker.contract.tasks import ExportRequest
 from worker.model.factory import build_model
 
 pytestmark = needs_libraries("transformers", "peft")
@@ -51,12 +52,11 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_trained_adapters_are_read_by_peft_alone_and_by_transformers_merged(case, tmp_path):
+def test_trained_adapters_are_read_and_merged_by_peft(case, tmp_path):
     import peft
 
     name, adapters = CASES[case]
     spec = spec_of(adapters, name)
-    arguments = spec["model"]["args"]["model"]["args"]
     trained = {}
 
     def loss_of(model, batch):
@@ -78,14 +78,9 @@ def test_trained_adapters_are_read_by_peft_alone_and_by_transformers_merged(case
     assert load_file(tmp_path / "out" / "adapter_model.safetensors").keys() == {
         name for name in peft.get_peft_model_state_dict(plain, save_embedding_layers=False)
     }
-    whole = export_safetensors(uri, str(tmp_path / "merged"), merged=True)
-    assert "config.json" in {one.name for one in whole.files}
-    merged = type(base).from_pretrained(tmp_path / "merged")
-    assert type(merged) is type(base) and not hasattr(merged, "peft_config")
+    merged = model.merge_and_unload()
+    assert type(merged) is type(base)
     torch.testing.assert_close(logits(merged), logits(plain), rtol=1e-4, atol=1e-5)
-    other = build_model(spec["model"]["args"]["model"]["factory"], arguments, seed=99)
-    if not getattr(other.config, "tie_word_embeddings", False):
-        other.load_state_dict(load_file(tmp_path / "merged" / "model.safetensors"), strict=True)
 
 
 def below_of(spec, tmp_path):
@@ -177,34 +172,22 @@ def adapted(**adapters):
     return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], **adapters))
 
 
-@pytest.mark.slow
-def test_what_is_more_than_a_product_is_not_merged_here_and_the_message_says_how_to(tmp_path):
-    import peft
-
+def test_a_record_of_adapters_comes_back_from_a_checkpoint_of_an_older_version_too():
     record = make_record(adapted(use_dora=True))
     assert record.adapters is not None and record.adapters.entries
-    assert "q_proj is a Linear with more" in record.adapters.unmergeable
-    again = record_from_state(record_to_state(record, {}))
-    assert again == record and isinstance(again.adapters, Adapters)
-    spec = spec_of({"r": 2, "target_modules": ["q_proj"], "use_dora": True}, "llama")
-    with Workers(spec) as run:
-        run.losses(range(1, 2))
-        uri = saved(run, str(tmp_path / "c"), 1)
-    with pytest.raises(ExportTargetError, match="merge_and_unload"):
-        export_safetensors(uri, str(tmp_path / "merged"), merged=True)
-    export_safetensors(uri, str(tmp_path / "out"))
-    model = build_model(spec["model"]["factory"], spec["model"]["args"], seed=5).unload()
-    peft.PeftModel.from_pretrained(model, tmp_path / "out")
+    state = record_to_state(record, {})
+    assert record_from_state(state) == record
+    state["record"]["adapters"] |= {
+        "deltas": {"weight": ["a", "b", 2.0, False]},
+        "unmergeable": "",
+    }
+    assert record_from_state(state) == record
 
 
-def test_adapters_of_a_tied_weight_are_not_merged_into_its_other_use():
-    import peft
-
-    factory, config, arguments, _ = test_raw_models.MODELS["gpt2"]
-    model = build_model(factory, {"config": {"factory": config, "args": arguments}}, seed=1)
-    adapters = make_record(peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["wte"]))).adapters
-    assert "transformer.wte.weight and lm_head.weight are one tensor" in adapters.unmergeable
+def test_a_merged_export_is_refused_with_how_peft_merges():
+    with pytest.raises(ExportTargetError, match=r"leave out `merged`, and merge .*merge_and_unload"):
+        export_job(ExportRequest("/none", "job", merged=True))
 
 
-def test_a_model_without_adapters_has_nothing_to_merge():
+def test_a_model_without_adapters_has_none():
     assert make_record(nn.Linear(2, 2)).adapters is None

@@ -165,6 +165,8 @@ async def test_weights_are_written_by_a_process_of_the_cluster_that_holds_no_acc
         other = await exporting(api, job_id, "?step=2")
         assert ExportRequest.from_json(api.cluster.submissions[other].env[EXPORT_REQUEST_VARIABLE]).step == 2
         problem(await api.client.post(f"/api/v1/jobs/{job_id}/export?step=0"), 422)
+        refused = problem(await api.client.post(f"/api/v1/jobs/{job_id}/export?merged=true"), 422)
+        assert "merge_and_unload()" in refused["detail"]
         refused = problem(await api.client.post(f"/api/v1/jobs/{job_id}/export?format=dcp"), 422)
         assert "format is 'dcp'" in refused["detail"] and "checkpoint as it lies" in refused["detail"]
 
