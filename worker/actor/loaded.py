@@ -6,7 +6,7 @@ import contextlib
 import functools
 import gc
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -388,6 +388,14 @@ class LoadedWorker(WorkerState):
 
     def _saved_tensors(self) -> dict[str, torch.Tensor]:
         return {**named_parameters(self.stages), **named_buffers(self.stages)}
+
+    def parts(self) -> Iterable[Any]:
+        tensors = (t for stage in self.stages.values() for t in (*stage.parameters(), *stage.buffers()))
+        return (self, self.engine, self.batches, *self.stages.values(), *tensors)
+
+    def abandon(self) -> None:
+        self.engine.abort("its attempt has ended")
+        self.close()
 
     def close(self) -> None:
         self.reader.close()

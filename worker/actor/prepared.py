@@ -5,7 +5,7 @@ One worker builds and traces the model for all; the others take its graph. `load
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from worker.actor.assignment import Assignment
@@ -82,6 +82,14 @@ class PreparedWorker(WorkerState):
         of each rank's own parameters, or parts of them, would train something else than one of them all."""
         self._untried = check_layout_of_optimizer(self.job, self.device)
         return measure_job_optimizer_state(self.job, self.device)
+
+    def parts(self) -> Iterable[Any]:
+        return (self, self.model, self.batches, self.loss)
+
+    def close(self) -> None:
+        self.batches.close()
+        if self.evaluation_batches is not None:
+            self.evaluation_batches.close()
 
     # Tracing
 

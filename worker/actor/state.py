@@ -10,8 +10,9 @@ import pickle
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -142,6 +143,14 @@ class WorkerState:
 
     def close(self) -> None:
         """End threads and connections; an actor that is killed needs no such call."""
+
+    def abandon(self) -> None:
+        """End threads and connections without waiting for peers, which may be gone."""
+        self.close()
+
+    def parts(self) -> Iterable[Any]:
+        """All that holds memory of the attempt, and is to be gone with this state."""
+        return ()
 
     @contextlib.contextmanager
     def raising_attempt_failures(self) -> Iterator[None]:

@@ -40,6 +40,7 @@ def attempt_of_line(line: bytes) -> str | None:
     _, found, behind = line.partition(_GOES_ON.encode())
     return behind.partition(b".")[0].decode("ascii", "replace") if found else None
 
+
 _task_fields: ContextVar[dict[str, Any] | None] = ContextVar("slotline_log_fields", default=None)
 
 

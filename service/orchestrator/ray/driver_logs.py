@@ -17,7 +17,6 @@ from typing import NamedTuple, Self
 
 from service.orchestrator.ray.clusters import Clusters
 from service.orchestrator.ray.jobs_api import Cluster, ClusterError
-from service.settings.clusters import DEFAULT_CLUSTER
 from service.spec.values import harmless_text
 from service.store.attempts import LogLocation, attempts_without_log, find_attempt, stored_log
 from service.store.database import Database, Sessions, utc_now

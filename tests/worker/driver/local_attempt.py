@@ -128,7 +128,9 @@ class ThreadRay:
 class ThreadGang(gang.Gang):
     """The driver's gang, whose workers are threads."""
 
-    def start(self, actor_class: Any, make_arguments: Callable[[str, int], dict[str, Any]]) -> None:
+    def start(
+        self, actor_class: Any, make_arguments: Callable[[str, int], dict[str, Any]], earlier: Any = None
+    ) -> None:
         meshes, addresses = [], []
         for mesh, size in zip(self._names, self._sizes, strict=True):
             workers = [

@@ -51,7 +51,9 @@ async def running(world: World, **changes) -> str:
     return job_id
 
 
-async def lose_a_worker(world: World, attempt_id: str, sequence: int = 50, reason: Reason = Reason.WORKER_LOST):
+async def lose_a_worker(
+    world: World, attempt_id: str, sequence: int = 50, reason: Reason = Reason.WORKER_LOST
+):
     await world.report(attempt_id, sequence, state=AttemptState.FAILED, reason=reason, message="m1 is gone")
 
 
@@ -73,12 +75,16 @@ async def test_the_driver_of_an_attempt_that_lost_a_worker_runs_the_next_one_as_
     async with world.database.read() as session:
         placed = await placements_of(session, [following.id])
         told = [(e.kind, e.attempt) for e in await events_of(session, job_id)]
-    assert [(mesh.mesh, mesh.node_id, mesh.workers) for mesh in placed] == [(f"m{i}", "node-1", 1) for i in range(4)]
+    assert [(mesh.mesh, mesh.node_id, mesh.workers) for mesh in placed] == [
+        (f"m{i}", "node-1", 1) for i in range(4)
+    ]
     assert ("handed_over", 2) in told
 
     await world.rounds(3)
     assert {*world.cluster.submissions} == {f"{job_id}-1"}, "Ray has the driver already"
-    await world.report(f"{job_id}-2", 1, state=AttemptState.RUNNING, steps=[StepRecord(1, 2.0, 0.1, *[None] * 6)])
+    await world.report(
+        f"{job_id}-2", 1, state=AttemptState.RUNNING, steps=[StepRecord(1, 2.0, 0.1, *[None] * 6)]
+    )
     assert (await world.job(job_id)).state == "RUNNING"
 
 
@@ -89,7 +95,9 @@ async def test_what_the_old_attempt_says_late_changes_nothing(world: World):
     await asked(world, f"{job_id}-1")
     with pytest.raises(StaleAttemptError, match="was replaced by attempt 2"):
         await world.report(f"{job_id}-1", 51, steps=[StepRecord(2, 9.0, 0.1, *[None] * 6)])
-    assert await world.report(f"{job_id}-1", 50, state=AttemptState.FAILED, reason=Reason.INTERNAL) == "continue"
+    assert (
+        await world.report(f"{job_id}-1", 50, state=AttemptState.FAILED, reason=Reason.INTERNAL) == "continue"
+    )
     async with world.database.read() as session:
         assert [step.step for step in await steps_of(session, job_id, after=-1, limit=9)] == [1]
     assert (await world.job(job_id)).current_attempt == f"{job_id}-2"
@@ -106,7 +114,8 @@ async def test_an_answer_that_was_lost_is_given_again_until_the_attempt_has_begu
 
 
 @pytest.mark.parametrize(
-    "reason", [Reason.NODE_LOST, Reason.USER_CODE_RAISED, Reason.SLOT_STALLED, Reason.INTERNAL, Reason.PREEMPTED]
+    "reason",
+    [Reason.NODE_LOST, Reason.USER_CODE_RAISED, Reason.SLOT_STALLED, Reason.INTERNAL, Reason.PREEMPTED],
 )
 async def test_only_behind_a_lost_worker_is_there_a_hand_over(world: World, reason: Reason):
     job_id = await running(world)
@@ -143,7 +152,13 @@ async def test_a_pause_before_the_retry_and_the_end_of_the_budget_hold_as_ever(w
     await lose_a_worker(world, f"{other}-1")
     async with world.database.write() as session:
         row = PlacedMeshRow(
-            attempt_id=f"{other}-1", job_id=other, cluster="default", mesh="m0", node_id="node-1", node="n", workers=4
+            attempt_id=f"{other}-1",
+            job_id=other,
+            cluster="default",
+            mesh="m0",
+            node_id="node-1",
+            node="n",
+            workers=4,
         )
         await record_placement(session, f"{other}-1", [row])
     assert (await asked(world, f"{other}-1")).number == 2
@@ -218,12 +233,16 @@ async def test_a_job_that_is_cancelled_in_the_hand_over_stops_the_driver_that_ha
     assert (await world.job(job_id)).state == "CANCELLED"
 
 
-async def test_a_job_that_is_preempted_in_the_hand_over_is_told_by_the_answer_to_its_first_report(world: World):
+async def test_a_job_that_is_preempted_in_the_hand_over_is_told_by_the_answer_to_its_first_report(
+    world: World,
+):
     job_id = await running(world)
     await lose_a_worker(world, f"{job_id}-1")
     await asked(world, f"{job_id}-1")
     async with world.database.write() as session:
-        assert await request_graceful_stop(session, f"{job_id}-2", Reason.PREEMPTED, "gives way", at=utc_now())
+        assert await request_graceful_stop(
+            session, f"{job_id}-2", Reason.PREEMPTED, "gives way", at=utc_now()
+        )
     assert await world.report(f"{job_id}-2", 1) == "stop"
 
 
