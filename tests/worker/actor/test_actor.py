@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import pickle
+import random
 import socket
 import threading
+import weakref
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from worker.contract.program import COMPUTE_LANE
 from worker.contract.reasons import Reason
 from worker.data.sampler import BatchSampler, collate, read_sample
 from worker.model.factory import build_model, call_factory, resolve
+from worker.model.rng import RngStates
 
 SCHEDULES = {
     "none": None,
@@ -607,3 +610,58 @@ def test_a_worker_that_cannot_be_loaded_ends_its_threads_and_connections(monkeyp
         Workers(job("cosine"))
     assert len(closed) == 2
     assert not [thread for thread in threading.enumerate() if thread.name == f"slotline-{COMPUTE_LANE}"]
+
+
+def trained_actor(steps):
+    """The actor of the one worker of a job that has trained `steps`; nothing else holds its state."""
+    gang = Workers(job("cosine", stages=1, meshes=1))
+    gang.losses(range(1, steps + 1))
+    (worker,) = gang.workers
+    actor = Worker(job=worker.job, mesh="m0", worker=0, device="cpu")
+    worker.collect_between_steps()
+    actor._state = worker
+    return actor
+
+
+@pytest.mark.slow
+def test_a_worker_that_starts_over_holds_nothing_of_its_attempt_and_is_as_new():
+    actor = trained_actor(2)
+    generators = torch.get_rng_state(), random.getstate()
+    actor._rng = RngStates.read()
+    random.random()
+    torch.rand(3)
+    parameters = [weakref.ref(p) for stage in actor._state.stages.values() for p in stage.parameters()]
+    assert parameters and not gc.isenabled()
+    actor.start_over()
+    assert not any(ref() is not None for ref in parameters)
+    assert type(actor._state) is NewWorker and gc.isenabled() and not gc.get_freeze_count()
+    assert torch.equal(torch.get_rng_state(), generators[0]) and random.getstate() == generators[1]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("slotline-")]
+    assert actor.call("prepare") is None and actor.call("profile_keys")
+    actor.start_over()  # also before anything is loaded
+    assert type(actor._state) is NewWorker
+
+
+@pytest.mark.slow
+def test_a_worker_of_whose_attempt_something_is_left_does_not_start_over():
+    actor = trained_actor(1)
+    kept_by_user_code = next(iter(actor._state.stages.values()))
+    with pytest.raises(AttemptFailure, match="the process still holds") as refused:
+        actor.start_over()
+    assert refused.value.reason is Reason.INTERNAL
+    assert type(kept_by_user_code).__name__ in refused.value.message
+
+
+def test_a_worker_that_still_writes_does_not_start_over(monkeypatch):
+    """Its checkpoint would be another attempt's, too."""
+    monkeypatch.setattr("worker.actor.actor._THREADS_END_S", 0.05)
+    worker = Worker(job=Job.from_json(job()), mesh="m0", worker=0, device="cpu")
+    written = threading.Event()
+    thread = threading.Thread(target=written.wait, name="slotline-checkpoint", daemon=True)
+    thread.start()
+    with pytest.raises(AttemptFailure, match="thread slotline-checkpoint has not ended"):
+        worker.start_over()
+    written.set()
+    thread.join(10)
+    worker.start_over()
+    assert worker.call("prepare") is None

@@ -203,7 +203,7 @@ def run_attempt(
         client = control_plane_client.ControlPlaneClient(plane.url, f"job-{number}", "secret")
         try:
             attempt = driver.attempt_from(client.attempt(), limits or Limits(linger_s=0.0))
-            return plane, driver.run_to_end(attempt, client, NoSignals(), protocol=None)
+            return plane, driver.run_to_end(attempt, client, NoSignals(), protocol=None).code
         finally:
             client.close()
             plane.close()
