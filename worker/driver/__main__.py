@@ -284,7 +284,7 @@ def main() -> int:
     termination.listen()
     end = _run_one(os.environ["SLOTLINE_ATTEMPT_ID"], os.environ["SLOTLINE_ATTEMPT_TOKEN"], mask, termination)
     while (following := end.following) is not None:
-        log.info("%s", goes_on_line(following["attempt_id"]))
+        print(goes_on_line(following["attempt_id"]), flush=True)  # whatever is logged: its log begins here
         if following.get("traceparent"):
             os.environ["SLOTLINE_TRACEPARENT"] = following["traceparent"]
         mask.hide([following["token"]])

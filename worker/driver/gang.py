@@ -526,7 +526,7 @@ class Gang:
         kept = _KeptWorkers([address.node_id for address in self.addresses], workers, self._group)
         self._group, self.meshes = None, ()
         self.addresses = tuple(lost)
-        self._end_processes()
+        self._clean_up()  # nobody waits for it: they are gone
         return kept
 
     def __enter__(self) -> Gang:
@@ -568,21 +568,24 @@ class Gang:
         node_id = self.addresses[index].node_id
         return f"{self.name(index)} on node {self._node_names.get(node_id, self.addresses[index].node)}"
 
-    def _end_processes(self) -> None:
-        """Ray asks a process to end; one that is stopped never answers, so it is killed on its node."""
+    def _clean_up(self) -> list[ray.ObjectRef]:
+        """Begin to end what is left of the workers' processes on their nodes, and to remove their crash reports."""
         by_node: dict[str, list[int]] = {}
         for address in self.addresses:
             by_node.setdefault(address.node_id, []).append(address.process_id)
         self.addresses = ()
         alive = {node.node_id for node in cluster_nodes() if node.alive} - self._lost_nodes
-        refs = [
+        return [
             _kill_processes.options(
                 num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
             ).remote(ids, KILL_GRACE_S)
             for node_id, ids in by_node.items()
             if node_id in alive
         ]
-        if not refs:
+
+    def _end_processes(self) -> None:
+        """Ray asks a process to end; one that is stopped never answers, so it is killed on its node."""
+        if not (refs := self._clean_up()):
             return
         done, late = ray.wait(refs, num_returns=len(refs), timeout=KILL_GRACE_S + 10.0)
         for ref in late:
