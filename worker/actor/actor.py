@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from worker.actor.prepared import PreparedWorker
-from worker.actor.state import WorkerPlace, WorkerState
+from worker.actor.state import KnownGraph, WorkerPlace, WorkerState
 from worker.contract import failures
 from worker.contract.failures import AttemptFailure
 from worker.contract.job import Job
@@ -35,7 +35,8 @@ _THREADS_END_S = 3.0
 class NewWorker(WorkerState):
     """A worker that has its accelerator, and nothing of the job yet."""
 
-    def __init__(self, *, job: Job, mesh: str, worker: int, device: str):
+    def __init__(self, *, job: Job, mesh: str, worker: int, device: str, known: KnownGraph | None = None):
+        self._known = known
         torch.set_num_threads(1)
         use_tf32(job.training.tf32)
         super().__init__(WorkerPlace(job, mesh, worker, device, PeakMemory(device)))
@@ -68,7 +69,10 @@ class NewWorker(WorkerState):
 
     def prepare(self) -> PreparedWorker:
         """The worker with the data and the loss of its job."""
-        return PreparedWorker(self.place)
+        return PreparedWorker(self.place, self._known)
+
+    def known_graph(self) -> KnownGraph | None:
+        return self._known
 
 
 def _check_nothing_runs() -> None:
@@ -110,10 +114,11 @@ class Worker:
 
     def start_over(self) -> None:
         """Be a NewWorker again, as in a new process, behind an attempt that lost other workers: only what depends on no
-        attempt stays, the process with its modules and its accelerator.
+        attempt stays, the process with its modules and its accelerator, and the graph of the job's model.
 
         Raises AttemptFailure INTERNAL where something of the attempt is left; the worker is then of no use any more.
         """
+        known = self._state.known_graph()
         parts = [weakref.ref(part) for part in self._state.parts()]
         self._state.abandon()
         self._state = WorkerState(self._state.place)
@@ -129,7 +134,7 @@ class Worker:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
         self._rng.restore()
-        self._state = NewWorker(**self._arguments)
+        self._state = NewWorker(**self._arguments, known=known)
 
     def close(self) -> None:
         """End threads and connections; an actor that is killed needs no such call."""

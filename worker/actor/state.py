@@ -69,6 +69,14 @@ class WorkerPlace:
         return self.workers_per_mesh // self.tensor
 
 
+@dataclass(frozen=True)
+class KnownGraph:
+    """A model as it was traced for a number of microbatches, and compared with itself, without its parameters."""
+
+    microbatches: int
+    graph: bytes
+
+
 class WorkerState:
     """A worker in one of its states, which is complete when it is constructed; these calls are answered in each of them."""
 
@@ -147,6 +155,10 @@ class WorkerState:
     def abandon(self) -> None:
         """End threads and connections without waiting for peers, which may be gone."""
         self.close()
+
+    def known_graph(self) -> KnownGraph | None:
+        """The traced model that this worker gave to others, or was given; None where it has none that can be sent."""
+        return None
 
     def parts(self) -> Iterable[Any]:
         """All that holds memory of the attempt, and is to be gone with this state."""

@@ -217,6 +217,8 @@ class Gang:
         self._lost_nodes: set[str] = set()
         self._node_names: Mapping[str, str] = {}
         self._starting_over: list[ray.ObjectRef] = []
+        self.taken_over: tuple[ray.actor.ActorHandle, ...] = ()
+        """The workers that were of an earlier gang."""
 
     @property
     def workers(self) -> list[ray.actor.ActorHandle]:
@@ -246,7 +248,7 @@ class Gang:
         if kept is None:
             kept = _KeptWorkers(self._reserve(deadline, limit_s), {})
         else:
-            self._group = kept.group
+            self._group, self.taken_over = kept.group, tuple(kept.workers.values())
         placed, meshes = kept.node_ids, []
         bundles = iter(range(sum(self._sizes)))
         for name, size in zip(self._names, self._sizes, strict=True):

@@ -20,6 +20,7 @@ from tests.worker.workers import LeavesCycles, Workers
 from worker.actor import loaded, model_host
 from worker.actor.actor import NewWorker, Worker
 from worker.actor.loaded import LoadedWorker
+from worker.actor.prepared import PreparedWorker
 from worker.actor.state import out_of_memory_failure
 from worker.checkpoint import format as checkpoint_format
 from worker.contract.failures import AttemptFailure, OutOfMemoryFailure
@@ -250,6 +251,36 @@ def test_one_worker_builds_the_model_and_all_start_from_the_values_of_a_plain_on
             assert 0 < sum(p.nbytes for p in own.values()) < 0.75 * sum(p.nbytes for p in whole.values())
             assert all(torch.equal(value, whole[name]) for name, value in own.items())
             assert worker._model._traced is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tied", "dropout", "evaluated"])
+def test_a_graph_of_an_earlier_attempt_is_not_traced_again_and_trains_the_same_to_the_bit(monkeypatch, kind):
+    spec = job(stages=3, meshes=3)
+    if kind == "dropout":
+        spec["model"]["args"] |= {"dropout": 0.3}
+    if kind == "evaluated":
+        spec["evaluation"] = {"every_steps": 1, "data": spec["data"], "steps": 1}
+    with Workers(spec) as run:
+        expected = run.losses(range(1, 4)), run.evaluate() if kind == "evaluated" else None
+        known = run.workers[1].known_graph()
+    assert known.microbatches == run.workers[0].batches.microbatches
+
+    def of_earlier(worker, microbatches, trace=PreparedWorker.trace):
+        worker._known = known
+        assert worker.knows_graph(microbatches) and not worker.knows_graph(microbatches + 1)
+        leads = (worker.mesh, worker.index) == ("m0", 0)
+        return trace(worker, microbatches, worker.give_graph()) if leads else []
+
+    monkeypatch.setattr(PreparedWorker, "trace", of_earlier)
+    monkeypatch.setattr(model_host, "trace", lambda *_, **__: pytest.fail("it is traced"))
+    monkeypatch.setattr(model_host, "check_trace", lambda *_, **__: pytest.fail("it is compared"))
+    with Workers(spec) as run:
+        found = run.losses(range(1, 4)), run.evaluate() if kind == "evaluated" else None
+        assert run.workers[0].known_graph() == known
+    assert found[0] == expected[0]
+    if kind == "evaluated":
+        assert (found[1].loss, found[1].metrics) == (expected[1].loss, expected[1].metrics)
 
 
 @pytest.mark.slow

@@ -157,6 +157,8 @@ def test_the_workers_that_are_left_go_on_in_their_processes_with_the_losses_of_a
         assert last["reason"] == "WORKER_LOST" and last["takes_next"]
         (resumed,) = plane.events_of(number + 1, "resumed")
         assert plane.steps_of(number + 1)[0] == int(resumed.split()[3]) + 1
+        (traced,) = plane.events_of(number + 1, "traced")
+        assert traced.endswith("its graph is that of the attempt before")
     assert plane.states == ["RUNNING", "FAILED", "RUNNING", "FAILED", "RUNNING", "SUCCEEDED"]
     assert [report["sequence"] for report in plane.reports_of(2)][:2] == [1, 2], "each attempt counts its own"
     assert plane.token != "secret"
