@@ -246,7 +246,7 @@ def _accelerator_views(
     left_out: Mapping[str, NodeMark],
 ) -> list[AcceleratorsView]:
     """The cluster's accelerators, by device; none where it does not answer. Nodes that take no work have none free."""
-    capacity = cluster.watcher.capacity_without(left_out, [attempt.id for attempt in active])
+    capacity = cluster.watcher.capacity_without(left_out, [attempt.driver_id for attempt in active])
     if capacity is None:
         return []
     used = {device: sum(a.accelerators for a in active if a.device == device) for device in capacity.total}

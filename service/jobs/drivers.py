@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.jobs.explain import calibration_slots
 from service.jobs.lifecycle import existing_job
@@ -25,6 +26,7 @@ from service.jobs.service import RunWork, Service, with_fields
 from service.jobs.views import checkpoint_view
 from service.observability.tracing import Span, attempt_context, exporting, record_span
 from service.orchestrator.attempts import outcome
+from service.orchestrator.attempts.hand_over import hand_over
 from service.orchestrator.attempts.outcome import check_current, end_attempt
 from service.orchestrator.planning.pool import PlanTimeoutError
 from service.orchestrator.planning.work import RunningJob
@@ -40,6 +42,7 @@ from service.scheduler.problem.spec import PipelineSpec
 from service.scheduler.programs.plan import Plan
 from service.schemas.drivers import (
     AttemptInput,
+    NextAttempt,
     PlacementAnswer,
     PlacementRequest,
     ReplanRequest,
@@ -440,11 +443,32 @@ async def apply_report(service: Service, attempt: AttemptRow, body: ReportIn) ->
             }
             await set_ray_drains(session, attempt.cluster, drains, at=utc_now())
         wanted = await wanted_checkpoint_steps(session, attempt.job_id)
+        following = await _next_attempt(service, session, attempt) if body.takes_next else None
     if body.state is not None or body.draining:
         service.wake()
     if body.spans and exporting():
         await _record_spans(service, attempt, body.spans)
-    return ReportAnswer(command=command, wanted_checkpoints=wanted)
+    return ReportAnswer(command=command, wanted_checkpoints=wanted, next=following)
+
+
+async def _next_attempt(service: Service, session: AsyncSession, attempt: AttemptRow) -> NextAttempt | None:
+    """The job's next attempt, where the driver of this one, which has ended, is to run it."""
+    job = await find_job(session, attempt.job_id)
+    assert job is not None, attempt.job_id
+    marks = await node_marks(session, attempt.cluster)
+    following = await hand_over(
+        session,
+        attempt.id,
+        cluster=service.settings.cluster_of(job.queue),
+        left_out=service.clusters.of(attempt.cluster).left_out(marks),
+        at=utc_now(),
+    )
+    if following is None:
+        return None
+    context = attempt_context(job.traceparent, following.id)
+    return NextAttempt(
+        attempt_id=following.id, token=following.token, traceparent=None if context is None else str(context)
+    )
 
 
 async def _resume_source(service: Service, job: JobRow) -> ResumeSourceView | None:

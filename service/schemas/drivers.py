@@ -240,12 +240,26 @@ class ReportIn(_FromDriver):
         list[DrainingNode] | None, Field(max_length=10_000, description="All nodes that Ray drains now")
     ] = None
     running_plan: RunningPlan | None = None
+    takes_next: bool = Field(
+        default=False, description="With a final state: the driver could run the job's next attempt, too"
+    )
+
+
+class NextAttempt(BaseModel):
+    """An attempt that the driver of the one before is to run; `token` is nobody else's."""
+
+    attempt_id: str
+    token: str
+    traceparent: str | None = Field(default=None, description="The attempt's span")
 
 
 class ReportAnswer(BaseModel):
     command: Literal["continue", "stop", "cancel"]
     wanted_checkpoints: list[int] = Field(
         default=[], description="Steps whose checkpoints stay, as other jobs wait to begin from them"
+    )
+    next: NextAttempt | None = Field(
+        default=None, description="The job's next attempt, for a driver that said it could run it"
     )
 
 

@@ -37,9 +37,10 @@ async def create_attempt(
     cluster: str = DEFAULT_CLUSTER,
     accelerators: int | None = None,
     accelerator_type: str | None = None,
+    driver_of: str | None = None,
 ) -> AttemptRow:
     """Create the next attempt of a locked, waiting job, which becomes STARTING, on all its accelerators or so many, of this
-    type.
+    type; for the driver of the attempt `driver_of`, which Ray has already, or for one of its own.
 
     The first attempt fixes the device and the cluster of the job: later attempts resume from its checkpoints.
     """
@@ -59,6 +60,8 @@ async def create_attempt(
         accelerators=accelerators,
         accelerator_type=accelerator_type,
         created_at=at,
+        driver_of=driver_of,
+        submitted_at=None if driver_of is None else at,
         last_sequence=0,
         log_first_line=1,
     )
@@ -135,6 +138,8 @@ class LogLocation(NamedTuple):
     submitted: bool
     stored: bool
     cluster: str = DEFAULT_CLUSTER
+    driver_of: str | None = None
+    """The attempt in whose driver's log it stands, where it has no driver of its own."""
 
 
 async def log_locations(session: AsyncSession, job_id: str) -> list[LogLocation]:
@@ -147,11 +152,12 @@ async def log_locations(session: AsyncSession, job_id: str) -> list[LogLocation]
         AttemptRow.submitted_at,
         AttemptRow.log.is_not(None),
         AttemptRow.cluster,
+        AttemptRow.driver_of,
     )
     rows = await session.execute(query.where(AttemptRow.job_id == job_id).order_by(AttemptRow.number))
     return [
-        LogLocation(id_, number, created, AttemptState(state).final, submitted is not None, stored, cluster)
-        for id_, number, created, state, submitted, stored, cluster in rows
+        LogLocation(id_, number, created, AttemptState(state).final, submitted is not None, *rest)
+        for id_, number, created, state, submitted, *rest in rows
     ]
 
 

@@ -225,6 +225,13 @@ class AttemptRow(Base):
     planned_peak_bytes: Mapped[int | None] = mapped_column(BigInteger)
     model_key: Mapped[str | None] = mapped_column(String(64))
     """Equal for attempts of one owner's model and code."""
+    driver_of: Mapped[str | None] = mapped_column(String(60))
+    """The earlier attempt whose driver went on with this one; None: it has a driver of its own."""
+
+    @property
+    def driver_id(self) -> str:
+        """The id under which Ray has its driver, and the name under which that driver holds accelerators."""
+        return self.driver_of or self.id
 
     @property
     def attempt_state(self) -> AttemptState:

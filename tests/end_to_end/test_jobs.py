@@ -21,6 +21,7 @@ from tests.polling import until
 from tests.reference import train
 from worker.checkpoint import format as checkpoint_format
 from worker.checkpoint.record import RECORD_SHARD, make_record, record_to_state
+from worker.contract.logs import goes_on_line
 from worker.data.sampler import BatchSampler, collate
 from worker.model.factory import build_model, call_factory, resolve
 
@@ -197,10 +198,23 @@ def test_a_job_whose_worker_is_killed_goes_on_from_its_checkpoint_and_learns_the
     spec["checkpoint"] = {"uri": str(tmp_path), "every_steps": 5, "keep": 2}
     job_id = server.submit(spec)
     until(lambda: len(server.steps(job_id)) > 10, every_s=0.1)
-    os.kill(ray_head.worker_pids()[1], signal.SIGKILL)
+    left, victim = ray_head.worker_pids()
+    os.kill(victim, signal.SIGKILL)
+    reached = server.job(job_id)["progress"]["step"]
+    until(lambda: server.job(job_id)["progress"]["step"] > reached + 10, every_s=0.1)
+    assert left in ray_head.worker_pids() and victim not in ray_head.worker_pids()
     job = server.wait(job_id, limit_s=400)
     assert job["state"] == "SUCCEEDED", job
     assert [attempt["reason"] for attempt in job["attempts"]] == ["WORKER_LOST", None]
+    events = server.client.get(f"/api/v1/jobs/{job_id}/events").json()["items"]
+    assert [(e["attempt"], e["kind"]) for e in events if e["kind"] in ("handed_over", "started_anew")] == [
+        (2, "handed_over")
+    ]
+    first, second = (
+        server.client.get(f"/api/v1/jobs/{job_id}/logs", params={"attempt": number}).text for number in (1, 2)
+    )
+    assert "WORKER_LOST" in first and goes_on_line(f"{job_id}-2") not in first and "SUCCEEDED" not in first
+    assert goes_on_line(f"{job_id}-2") in second and "SUCCEEDED" in second and "WORKER_LOST" not in second
     steps = server.steps(job_id)
     assert [step["step"] for step in steps] == list(range(1, 91))
     assert [step["loss"] for step in steps] == pytest.approx(plain_losses(spec), rel=1e-4)

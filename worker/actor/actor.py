@@ -6,14 +6,19 @@ Must not know Ray (the driver wraps the class), the driver or the control plane.
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
+import threading
+import time
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from worker.actor.prepared import PreparedWorker
-from worker.actor.state import WorkerPlace, WorkerState
+from worker.actor.state import KnownGraph, WorkerPlace, WorkerState
 from worker.contract import failures
 from worker.contract.failures import AttemptFailure
 from worker.contract.job import Job
@@ -22,12 +27,16 @@ from worker.machine.device import choose_device, use_tf32
 from worker.machine.health import check_accelerator
 from worker.machine.node import WorkerAddress, own_node_address
 from worker.machine.telemetry import PeakMemory
+from worker.model.rng import RngStates
+
+_THREADS_END_S = 3.0
 
 
 class NewWorker(WorkerState):
     """A worker that has its accelerator, and nothing of the job yet."""
 
-    def __init__(self, *, job: Job, mesh: str, worker: int, device: str):
+    def __init__(self, *, job: Job, mesh: str, worker: int, device: str, known: KnownGraph | None = None):
+        self._known = known
         torch.set_num_threads(1)
         use_tf32(job.training.tf32)
         super().__init__(WorkerPlace(job, mesh, worker, device, PeakMemory(device)))
@@ -60,14 +69,32 @@ class NewWorker(WorkerState):
 
     def prepare(self) -> PreparedWorker:
         """The worker with the data and the loss of its job."""
-        return PreparedWorker(self.place)
+        return PreparedWorker(self.place, self._known)
+
+    def known_graph(self) -> KnownGraph | None:
+        return self._known
+
+
+def _check_nothing_runs() -> None:
+    """Raise AttemptFailure INTERNAL where a thread of ours, which may write a checkpoint, or a process that reads data has
+    not ended in _THREADS_END_S."""
+    deadline = time.monotonic() + _THREADS_END_S
+    for thread in threading.enumerate():
+        if thread.name.startswith("slotline-"):
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                raise AttemptFailure(Reason.INTERNAL, f"thread {thread.name} has not ended")
+    if children := multiprocessing.active_children():
+        raise AttemptFailure(Reason.INTERNAL, f"process {children[0].name} has not ended")
 
 
 class Worker:
     """One accelerator of one mesh: a NewWorker (placed), then a PreparedWorker, then a LoadedWorker."""
 
     def __init__(self, *, job: Job, mesh: str, worker: int, device: str):
-        self._state: WorkerState = NewWorker(job=job, mesh=mesh, worker=worker, device=device)
+        self._arguments = {"job": job, "mesh": mesh, "worker": worker, "device": device}
+        self._rng = RngStates.read()
+        self._state: WorkerState = NewWorker(**self._arguments)
 
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
         """The answer of the present state to a call of its public `method`; None of one that leads to the next state.
@@ -84,6 +111,30 @@ class Worker:
         if isinstance(result, WorkerState):
             self._state, result = result, None
         return result
+
+    def start_over(self) -> None:
+        """Be a NewWorker again, as in a new process, behind an attempt that lost other workers: only what depends on no
+        attempt stays, the process with its modules and its accelerator, and the graph of the job's model.
+
+        Raises AttemptFailure INTERNAL where something of the attempt is left; the worker is then of no use any more.
+        """
+        known = self._state.known_graph()
+        parts = [weakref.ref(part) for part in self._state.parts()]
+        self._state.abandon()
+        self._state = WorkerState(self._state.place)
+        gc.unfreeze()
+        gc.enable()
+        gc.collect()
+        if left := {type(part).__name__ for ref in parts if (part := ref()) is not None}:
+            raise AttemptFailure(Reason.INTERNAL, f"the process still holds {', '.join(sorted(left))}")
+        _check_nothing_runs()
+        if self._arguments["job"].training.compile:
+            torch._dynamo.reset()  # it takes so many graphs of one function, and then none
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        self._rng.restore()
+        self._state = NewWorker(**self._arguments, known=known)
 
     def close(self) -> None:
         """End threads and connections; an actor that is killed needs no such call."""

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import gc
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from worker.actor.loss import JobLoss
 from worker.actor.model_host import JobModel
 from worker.actor.optimizer import learning_rate, make_optimizer, make_schedule, target_counter
 from worker.actor.saver import SavedState, ShardWriteResult, SnapshotMemory, WorkerCheckpoints
-from worker.actor.state import WorkerPlace, WorkerState
+from worker.actor.state import KnownGraph, WorkerPlace, WorkerState
 from worker.actor.step_result import EvaluatedBatch, PreparedProgram, WorkerStep
 from worker.checkpoint.copies import CopyKey
 from worker.checkpoint.resumption import ResumedWorker, Takeover
@@ -388,6 +388,18 @@ class LoadedWorker(WorkerState):
 
     def _saved_tensors(self) -> dict[str, torch.Tensor]:
         return {**named_parameters(self.stages), **named_buffers(self.stages)}
+
+    def known_graph(self) -> KnownGraph | None:
+        graph = self._model.sent_graph
+        return KnownGraph(self.batches.microbatches, graph) if graph else None
+
+    def parts(self) -> Iterable[Any]:
+        tensors = (t for stage in self.stages.values() for t in (*stage.parameters(), *stage.buffers()))
+        return (self, self.engine, self.batches, *self.stages.values(), *tensors)
+
+    def abandon(self) -> None:
+        self.engine.abort("its attempt has ended")
+        self.close()
 
     def close(self) -> None:
         self.reader.close()

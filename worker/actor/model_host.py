@@ -60,6 +60,7 @@ from worker.model.serialization import (
     load_values,
     parameter_values,
     serialize_models,
+    storage_values,
 )
 from worker.model.stages import LengthStages, StageGraph, StageModule, share_stages
 from worker.parallel.sync_batch_norm import batch_norm_notes
@@ -116,6 +117,8 @@ class JobModel:
         self._evaluation: TracedModel | None = None
         self._eval_traces_by_workers: dict[int, TracedModel] = {}
         self._graph_received = False
+        self.sent_graph = b""
+        """The graph as this worker gave it to others, or was given it; empty before, and where it cannot be sent."""
         self._traces_by_workers: dict[int, TracedModel] = {}
         self._shorter: dict[int, TracedModel] = {}  # by the length of a microbatch, without the longest
         self._traces_for_all = True  # until another worker's graph is taken
@@ -130,16 +133,32 @@ class JobModel:
     def traced(self, sample: tuple[torch.Tensor, ...]) -> TracedModel:
         """The model traced for inputs like `sample`; built and traced by the first call."""
         if self._traced is None:
-            model = self._job.model
-            if self._built is None:
-                built = build_job_model(self._job)
-                self._built, self._record, self._notes = built.model, built.record, built.notes
-                _check_loss_scalable(self._built, self._job.training.precision)
-                self._interface = adapt_model(
-                    self._built, self._keywords, output=model.output, own_loss=self._job.loss is None
-                )
+            self._build()
             self._traced = self._trace(sample)
         return self._traced
+
+    def _build(self) -> None:
+        if self._built is not None:
+            return
+        built = build_job_model(self._job)
+        self._built, self._record, self._notes = built.model, built.record, built.notes
+        _check_loss_scalable(self._built, self._job.training.precision)
+        self._interface = adapt_model(
+            self._built, self._keywords, output=self._job.model.output, own_loss=self._job.loss is None
+        )
+
+    @attributed_to(Reason.MODEL_BUILD_FAILED)
+    def take_trace(self, graph: bytes, lengths: Sequence[int] = ()) -> None:
+        """Build the model, and take the graph that was traced of it, and compared with it, in an earlier attempt, with those
+        of other `lengths`: this worker traces for all, and does not trace."""
+        self._build()
+        self.receive_graph(graph, lengths)
+        self._traces_for_all = True
+        named = dict(self._built.named_parameters(remove_duplicate=False))
+        load_values(
+            self._traced,
+            storage_values({name: named[name] for name in self._traced.placed.parameters.values()}),
+        )
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
     def traced_shorter(self, examples: LengthExamples) -> dict[int, TracedModel]:
@@ -411,16 +430,20 @@ class JobModel:
                 evaluated = self._eval_traces_by_workers[workers] = self._trace_in_eval_mode(sample)
         try:
             models = [traced, *shorter.values()]
-            return serialize_models(models if evaluated is None else [*models, evaluated])
+            graph = serialize_models(models if evaluated is None else [*models, evaluated])
         except Exception as error:  # for example an object of a user's class
             log.warning("every worker traces the model for itself, since its graph cannot be sent: %s", error)
             return b""
+        if workers is None:
+            self.sent_graph = graph
+        return graph
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
     def receive_graph(self, graph: bytes, lengths: Sequence[int] = ()) -> None:
         """Take the graph that another worker traced, with those of other `lengths`, the longest of which is the graph's own;
         nothing is built here, unless it could not be sent."""
         self._traces_for_all = False
+        self.sent_graph = graph
         if graph:
             (self._traced, *others), self._graph_received = deserialize_models(graph), True
             self._shorter = dict(zip(lengths[:-1], others, strict=False))
@@ -512,7 +535,7 @@ class JobModel:
 
     def forget_graph(self) -> None:
         """Drop the graphs, as the next sample has other shapes."""
-        self._traced, self._evaluation, self._graph_received = None, None, False
+        self._traced, self._evaluation, self._graph_received, self.sent_graph = None, None, False, b""
         self._shorter = {}
         self._traces_by_workers, self._eval_traces_by_workers = {}, {}
 

@@ -5,7 +5,7 @@ One worker builds and traces the model for all; the others take its graph. `load
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from worker.actor.assignment import Assignment
@@ -26,7 +26,7 @@ from worker.actor.optimizer import (
     check_optimizer_of_model,
     make_loss,
 )
-from worker.actor.state import WorkerPlace, WorkerState
+from worker.actor.state import KnownGraph, WorkerPlace, WorkerState
 from worker.contract.failures import AttemptFailure, attributed_to
 from worker.contract.job import Job, microbatch_counts
 from worker.contract.planned import ModelSignature
@@ -46,8 +46,9 @@ _FURTHER_MICROBATCHES = 3
 class PreparedWorker(WorkerState):
     """A worker that has the data and the loss of its job, and builds its model where it is asked to trace."""
 
-    def __init__(self, place: WorkerPlace):
+    def __init__(self, place: WorkerPlace, known: KnownGraph | None = None):
         super().__init__(place)
+        self._known = known
         if self.job.data.lengths is not None and self.device != "cpu":
             raise AttemptFailure(
                 Reason.PLAN_INFEASIBLE,
@@ -83,12 +84,36 @@ class PreparedWorker(WorkerState):
         self._untried = check_layout_of_optimizer(self.job, self.device)
         return measure_job_optimizer_state(self.job, self.device)
 
+    def parts(self) -> Iterable[Any]:
+        return (self, self.model, self.batches, self.loss)
+
+    def close(self) -> None:
+        self.batches.close()
+        if self.evaluation_batches is not None:
+            self.evaluation_batches.close()
+
     # Tracing
 
-    def trace(self, microbatches: int) -> list[str]:
-        """Build the model and trace it for this number of microbatches, one worker for all; notes on the model, and on
-        the job's factories that moved."""
+    def known_graph(self) -> KnownGraph | None:
+        if self.model.sent_graph:
+            return KnownGraph(self.batches.microbatches, self.model.sent_graph)
+        return self._known
+
+    def knows_graph(self, microbatches: int) -> bool:
+        """True where this worker has the graph of an earlier attempt for this number of microbatches."""
+        return self._known is not None and self._known.microbatches == microbatches
+
+    def give_graph(self) -> bytes:
+        """The graph of an earlier attempt."""
+        return self._known.graph
+
+    def trace(self, microbatches: int, graph: bytes = b"") -> list[str]:
+        """Build the model and trace it for this number of microbatches, one worker for all, or take the `graph` of an
+        earlier attempt; notes on the model, and on the job's factories that moved, which that attempt had already."""
         self.set_microbatches(microbatches)
+        if graph:
+            self.model.take_trace(graph, self.batches.buckets)
+            return []
         inputs, target = self.batches.sample
         notes = self.model.check(
             inputs,

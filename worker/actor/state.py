@@ -10,8 +10,9 @@ import pickle
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -66,6 +67,14 @@ class WorkerPlace:
     def data_workers(self) -> int:
         """The data-parallel size of its mesh."""
         return self.workers_per_mesh // self.tensor
+
+
+@dataclass(frozen=True)
+class KnownGraph:
+    """A model as it was traced for a number of microbatches, and compared with itself, without its parameters."""
+
+    microbatches: int
+    graph: bytes
 
 
 class WorkerState:
@@ -142,6 +151,18 @@ class WorkerState:
 
     def close(self) -> None:
         """End threads and connections; an actor that is killed needs no such call."""
+
+    def abandon(self) -> None:
+        """End threads and connections without waiting for peers, which may be gone."""
+        self.close()
+
+    def known_graph(self) -> KnownGraph | None:
+        """The traced model that this worker gave to others, or was given; None where it has none that can be sent."""
+        return None
+
+    def parts(self) -> Iterable[Any]:
+        """All that holds memory of the attempt, and is to be gone with this state."""
+        return ()
 
     @contextlib.contextmanager
     def raising_attempt_failures(self) -> Iterator[None]:

@@ -185,6 +185,7 @@ _SLOT_BYTES, _SLOTS = 256, 16  # threads beyond so many share slots
 _MAX_STACK_LINES = 40
 _breadcrumb_map: mmap.mmap | None = None
 _breadcrumb_file = -1  # open as long as the process lives: its faulthandler writes there
+_breadcrumb_process = 0  # whose they are: a fork has those of its parent
 _slot_of_thread: dict[int, int] = {}
 _breadcrumbs = itertools.count(1)
 
@@ -201,15 +202,20 @@ class CrashReport:
 
 
 def start_breadcrumbs() -> None:
-    """From now on keep what this process does; called once, by a process that somebody may look for."""
-    global _breadcrumb_map, _breadcrumb_file
+    """From now on keep what this process does, and forget what it did; called by a process that somebody may look for, while
+    no other thread of it leaves breadcrumbs."""
+    global _breadcrumb_map, _breadcrumb_file, _breadcrumb_process
     _slot_of_thread.clear()
+    if _breadcrumb_map is not None and _breadcrumb_process == os.getpid():
+        _breadcrumb_map[:] = bytes(_SLOTS * _SLOT_BYTES)
+        return
     place = _breadcrumb_path(os.getpid())
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     try:
         _breadcrumb_file = os.open(place, flags, 0o600)
         os.write(_breadcrumb_file, bytes(_SLOTS * _SLOT_BYTES))
         _breadcrumb_map = mmap.mmap(_breadcrumb_file, _SLOTS * _SLOT_BYTES)
+        _breadcrumb_process = os.getpid()
     except OSError:  # a full disk, say: nothing depends on it
         _breadcrumb_map = None
         return

@@ -27,6 +27,20 @@ _TIME_FORMAT = "%Y-%m-%dT%H:%M:%S"
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
 _process_fields: dict[str, Any] = {}
+_GOES_ON = "slotline: this driver goes on with attempt "
+
+
+def goes_on_line(attempt_id: str) -> str:
+    """The line with which the log of an attempt begins that is run by the driver of an earlier one."""
+    return f"{_GOES_ON}{attempt_id}."
+
+
+def attempt_of_line(line: bytes) -> str | None:
+    """The attempt that begins with this line of its driver's log; None for any other line."""
+    _, found, behind = line.partition(_GOES_ON.encode())
+    return behind.partition(b".")[0].decode("ascii", "replace") if found else None
+
+
 _task_fields: ContextVar[dict[str, Any] | None] = ContextVar("slotline_log_fields", default=None)
 
 

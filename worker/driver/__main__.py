@@ -1,8 +1,9 @@
 """Entry point of the Ray job (`python -m worker.driver`): runs one attempt, reports its outcome and exits.
 
 SLOTLINE_CONTROL_URL, SLOTLINE_ATTEMPT_ID and SLOTLINE_ATTEMPT_TOKEN name the attempt. run_attempt maps every way in
-which training can end to the final state that is reported; it raises nothing, and leaves neither actors nor a
-placement group behind.
+which training can end to the final state that is reported, and raises nothing. Behind a lost worker the others wait
+until the control plane has answered the last report: with the job's next attempt, which this driver then runs with them,
+or without one. Neither actors nor a placement group are left when the driver ends.
 Must not know how an attempt trains.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +22,20 @@ import ray
 from worker.checkpoint.resumption import ResumeSource
 from worker.contract.failures import AttemptFailure, as_failure
 from worker.contract.job import Job
-from worker.contract.logs import LogCopy, TraceParent, bind_process_fields, mask_output, set_up_logging
+from worker.contract.logs import (
+    LogCopy,
+    SecretMask,
+    TraceParent,
+    bind_process_fields,
+    goes_on_line,
+    mask_output,
+    set_up_logging,
+)
 from worker.contract.reasons import Reason
 from worker.contract.timeline import LAUNCH_EVENT, launch_message
 from worker.contract.versions import control_plane_too_old_message
 from worker.driver.control_plane_client import ControlPlaneClient, Refused
+from worker.driver.gang import Gang
 from worker.driver.limits import Limits
 from worker.driver.metrics import DriverMetrics, serve_in_range
 from worker.driver.reporter import LaunchPhases, Reporter, Spans
@@ -35,16 +46,19 @@ from worker.driver.trainer import Attempt, Trainer
 from worker.machine.node import own_node_address
 
 log = logging.getLogger("worker.driver")
+_LOST = (Reason.WORKER_LOST, Reason.NODE_LOST)
+"""What is lost, is lost with new workers too."""
 
 
 @dataclass(frozen=True)
 class AttemptOutcome:
-    """The final state of an attempt, as it is reported."""
+    """The final state of an attempt, as it is reported, and what is kept for the next one of this driver."""
 
     state: str
     reason: Reason | None = None
     message: str | None = None
     failed_nodes: tuple[str, ...] = ()
+    kept_gang: Gang | None = None
 
 
 def run_attempt(
@@ -55,8 +69,10 @@ def run_attempt(
     termination: SigtermHandler,
     spans: Spans,
     tracking: RunTracking,
+    earlier: Gang | None = None,
 ) -> AttemptOutcome:
-    """Train and return the outcome. Leaves no actor and no placement group, and raises nothing; trackers are not ended."""
+    """Train, with the workers of an `earlier` gang where these are of use, and return the outcome. Leaves no actor and no
+    placement group but those of `kept_gang`, and raises nothing; trackers are not ended."""
 
     def launched(phase: str, seconds: float) -> None:
         reporter.event(LAUNCH_EVENT, launch_message(phase, seconds))
@@ -64,28 +80,50 @@ def run_attempt(
         spans.add_ended(f"launch: {phase}", seconds)
 
     launch = LaunchPhases(launched)
+    trainer: Trainer | None = None
+    keeps = False
     try:
-        job = Job.from_json(attempt.spec)
-        tracking.prepare(job.tracking)
-        address = os.environ.get("SLOTLINE_DRIVER_RAY_ADDRESS")  # None: the cluster that Ray finds
-        ray.init(address, log_to_driver=True, logging_level=logging.WARNING)
-        termination.listen()  # ray.init puts a handler of its own in place
         try:
+            job = Job.from_json(attempt.spec)
+            tracking.prepare(job.tracking)
+            if earlier is None:
+                address = os.environ.get("SLOTLINE_DRIVER_RAY_ADDRESS")  # None: the cluster that Ray finds
+                ray.init(address, log_to_driver=True, logging_level=logging.WARNING)
+                termination.listen()  # ray.init puts a handler of its own in place
             reporter.metrics_endpoint(_serve_metrics(metrics))
             launch.end_phase("connect")
-            trainer = Trainer(
-                attempt,
-                job,
-                control=control,
-                reporter=reporter,
-                metrics=metrics,
-                launch=launch,
-                spans=spans,
-                tracking=tracking,
-            )
-            stop_reason = trainer.train()
+
+            def make_trainer() -> Trainer:
+                return Trainer(
+                    attempt,
+                    job,
+                    control=control,
+                    reporter=reporter,
+                    metrics=metrics,
+                    launch=launch,
+                    spans=spans,
+                    tracking=tracking,
+                )
+
+            trainer = make_trainer()
+            try:
+                stop_reason = trainer.train(earlier)
+            except AttemptFailure as failure:
+                if earlier is None or trainer.has_begun or failure.reason in _LOST:
+                    raise
+                reporter.event(
+                    "started_anew",
+                    f"all workers are started anew: with those that were kept, {failure.message}",
+                )
+                trainer = make_trainer()
+                stop_reason = trainer.train()
+        except AttemptFailure as failure:
+            keeps = failure.reason is Reason.WORKER_LOST  # what it really was may come behind
+            raise
         finally:
-            ray.shutdown()
+            kept = None if trainer is None else trainer.kept_gang
+            if kept is None or not keeps:
+                _end(kept, earlier)
         if stop_reason is not None:
             return AttemptOutcome("SUCCEEDED", Reason.STOPPED_EARLY, stop_reason)
         return AttemptOutcome("SUCCEEDED")
@@ -107,10 +145,21 @@ def run_attempt(
     except AttemptFailure as failure:
         if failure.details:
             log.error("%s", failure.details)
-        return AttemptOutcome("FAILED", failure.reason, failure.message, failure.nodes)
+        kept = None if trainer is None else trainer.kept_gang
+        return AttemptOutcome("FAILED", failure.reason, failure.message, failure.nodes, kept)
     except Exception as error:
         log.exception("the driver itself failed")
         return AttemptOutcome("FAILED", Reason.INTERNAL, as_failure(error, Reason.INTERNAL).message)
+
+
+def _end(*gangs: Gang | None) -> None:
+    """End the workers of these gangs, and leave Ray."""
+    try:
+        for gang in gangs:
+            if gang is not None:
+                gang.stop()
+    finally:
+        ray.shutdown()
 
 
 def _serve_metrics(metrics: DriverMetrics) -> str:
@@ -120,6 +169,8 @@ def _serve_metrics(metrics: DriverMetrics) -> str:
 
 
 FINAL_REPORT_LIMIT_S = 3_600.0
+KEPT_LIMIT_S = 30.0
+"""For the answer to the last report, for which kept workers wait."""
 TERMINATED_REPORT_LIMIT_S = 10.0
 TERMINATED_TRACKING_LIMIT_S = 5.0
 
@@ -141,18 +192,35 @@ def attempt_from(body: Mapping[str, Any], limits: Limits) -> Attempt:
     )
 
 
+@dataclass(frozen=True)
+class AttemptEnd:
+    """The end of an attempt: the exit code (0 when it succeeded or was cancelled), the attempt that this driver is to run
+    next, and the workers that it may have for it."""
+
+    code: int
+    following: Mapping[str, Any] | None = None
+    kept_gang: Gang | None = None
+
+
 def run_to_end(
-    attempt: Attempt, control: ControlPlaneClient, termination: SigtermHandler, *, protocol: object
-) -> int:
-    """Run the attempt, report its outcome, and return the exit code: 0 when it succeeded or was cancelled. `protocol` is
-    the control plane's."""
+    attempt: Attempt,
+    control: ControlPlaneClient,
+    termination: SigtermHandler,
+    *,
+    protocol: object,
+    earlier: Gang | None = None,
+) -> AttemptEnd:
+    """Run the attempt, with the workers of an `earlier` gang that was kept, and report its outcome. `protocol` is the
+    control plane's."""
     reporter = Reporter(control).start()
     metrics = DriverMetrics(attempt.job_id)
     spans, tracking = Spans.from_environment(reporter.span), RunTracking(reporter.event)
     if too_old := control_plane_too_old_message(protocol):
         outcome = AttemptOutcome("FAILED", Reason.VERSION_MISMATCH, too_old)
+        if earlier is not None:
+            _end(earlier)
     else:
-        outcome = run_attempt(attempt, control, reporter, metrics, termination, spans, tracking)
+        outcome = run_attempt(attempt, control, reporter, metrics, termination, spans, tracking, earlier)
     if outcome.state == "FAILED":
         log.error(
             "attempt %s of job %s failed: %s: %s",
@@ -167,23 +235,36 @@ def run_to_end(
         )
     except KeyboardInterrupt:
         log.info("asked to end before the trackers had written everything")
+    kept = outcome.kept_gang
     reporter.state(
-        outcome.state, reason=outcome.reason, message=outcome.message, failed_nodes=outcome.failed_nodes
+        outcome.state,
+        reason=outcome.reason,
+        message=outcome.message,
+        failed_nodes=outcome.failed_nodes,
+        takes_next=kept is not None,
     )
     try:
-        delivered = reporter.flush(
+        delivered = kept is not None and reporter.flush(KEPT_LIMIT_S)
+        if kept is not None and reporter.next is None:
+            kept = _end(kept)
+        delivered = delivered or reporter.flush(
             TERMINATED_REPORT_LIMIT_S if termination.requested else FINAL_REPORT_LIMIT_S
         )
         reporter.close()  # a finished attempt has no heartbeat
+        if reporter.next is not None and not termination.requested and not tracking.abandoned:
+            threading.Thread(target=metrics.close, args=(attempt.limits.linger_s,), daemon=True).start()
+            return AttemptEnd(1, reporter.next, kept)
         linger_s = attempt.limits.linger_s if delivered and not termination.requested else 0.0
         log.info("%s; metrics stay for %.0f s", outcome.state, linger_s)
         metrics.close(linger_s)
     except KeyboardInterrupt:
         log.info("asked to end before the metrics' time was over")
+    if kept is not None:
+        _end(kept)
     code = 0 if outcome.state in ("SUCCEEDED", "CANCELLED") else 1
     if tracking.abandoned:
         end_process_now(code)
-    return code
+    return AttemptEnd(code)
 
 
 def main() -> int:
@@ -201,30 +282,52 @@ def main() -> int:
             log.warning("SLOTLINE_LOG_COPY_TO is %s, which cannot be written to: %s", path, error)
     termination = SigtermHandler()
     termination.listen()
+    end = _run_one(os.environ["SLOTLINE_ATTEMPT_ID"], os.environ["SLOTLINE_ATTEMPT_TOKEN"], mask, termination)
+    while (following := end.following) is not None:
+        print(goes_on_line(following["attempt_id"]), flush=True)  # whatever is logged: its log begins here
+        if following.get("traceparent"):
+            os.environ["SLOTLINE_TRACEPARENT"] = following["traceparent"]
+        mask.hide([following["token"]])
+        end = _run_one(following["attempt_id"], following["token"], mask, termination, earlier=end.kept_gang)
+    return end.code
+
+
+def _run_one(
+    attempt_id: str,
+    token: str,
+    mask: SecretMask,
+    termination: SigtermHandler,
+    *,
+    earlier: Gang | None = None,
+) -> AttemptEnd:
+    """Run the attempt that the control plane has under this id, with the workers of an `earlier` gang that was kept."""
     limits = Limits.from_environment()
     trace = TraceParent.read(os.environ.get("SLOTLINE_TRACEPARENT"))
     control = ControlPlaneClient(
         os.environ["SLOTLINE_CONTROL_URL"],
-        os.environ["SLOTLINE_ATTEMPT_ID"],
-        os.environ["SLOTLINE_ATTEMPT_TOKEN"],
+        attempt_id,
+        token,
         mask=mask,
         traceparent=str(trace) if trace else None,  # the attempt's own span
     )
     try:
         body = control.attempt()
+        secrets = body.get("secrets") or {}
+        mask.hide(secrets.values())
+        os.environ.update(secrets)
+        bind_process_fields(
+            job=body["job_id"], attempt=body["number"], **({"trace_id": trace.trace_id} if trace else {})
+        )
+        attempt, protocol = attempt_from(body, limits), body.get("protocol")
+        kept, earlier = earlier, None
+        return run_to_end(attempt, control, termination, protocol=protocol, earlier=kept)
     except Refused as refused:
         log.error("the control plane wants nothing of this attempt: %s", refused.detail)
-        return 1
-    secrets = body.get("secrets") or {}
-    mask.hide(secrets.values())
-    os.environ.update(secrets)
-    bind_process_fields(
-        job=body["job_id"], attempt=body["number"], **({"trace_id": trace.trace_id} if trace else {})
-    )
-    attempt = attempt_from(body, limits)
-    code = run_to_end(attempt, control, termination, protocol=body.get("protocol"))
-    control.close()
-    return code
+        return AttemptEnd(1)
+    finally:
+        if earlier is not None:
+            _end(earlier)
+        control.close()
 
 
 def end_process_now(code: int) -> None:

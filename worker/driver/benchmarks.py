@@ -107,12 +107,14 @@ class GangMeasurements:
 
     def _trace(self, microbatches: int) -> None:
         first, *others = self._gang.workers
-        notes = self.call_first("trace", microbatches, what="building and tracing the model")
+        known = self._known_graph(microbatches)
+        notes = self.call_first("trace", microbatches, *known, what="building and tracing the model")
         for note in notes or ():
             self._reporter.event("traced", note)
         self._reporter.event(
             "traced",
-            f"the model on {self._gang.addresses[0].node}, the batch in {microbatches} microbatches",
+            f"the model on {self._gang.addresses[0].node}, the batch in {microbatches} microbatches"
+            + ("; its graph is that of the attempt before" if known else ""),
         )
         own, *sizes = self._by_worker(self._job.dp_sizes)
         graphs = {
@@ -126,6 +128,16 @@ class GangMeasurements:
             workers=others,
             what="handing on the graph of the model",
         )
+
+    def _known_graph(self, microbatches: int) -> list[Any]:
+        """The graph that a worker of the attempt before this one still has; none where meshes have graphs of their own."""
+        if not (workers := self._gang.taken_over) or len({*self._job.dp_sizes}) > 1:
+            return []
+        known = self._call(
+            "knows_graph", microbatches, workers=workers, what="asking for the graph of the model"
+        )
+        knowing = [worker for worker, knows in zip(workers, known, strict=True) if knows]
+        return [worker.call.remote("give_graph") for worker in knowing[:1]]
 
     def memory_bytes(self) -> dict[str, int]:
         gang = self._gang

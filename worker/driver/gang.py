@@ -58,6 +58,8 @@ _PLACE_AGAIN_S = 1.0
 _NODE_ID_LABEL = "ray.io/node-id"
 KILL_GRACE_S = 3.0
 CAUSE_GRACE_S = 5.0
+START_OVER_S = 5.0
+"""For the workers that are left, behind the loss of others, to be as new."""
 LOSS_GRACE_S = 0.5
 """Behind the loss of a worker, which explains what the others raise."""
 _SILENT_NAMED = 4
@@ -135,6 +137,16 @@ class Mesh:
     workers: tuple[ray.actor.ActorHandle, ...]
 
 
+@dataclass(frozen=True)
+class _KeptWorkers:
+    """The workers of an earlier gang by their place in it, the nodes of all its places (None: as Ray has them), and its
+    placement group."""
+
+    node_ids: Sequence[str] | None
+    workers: Mapping[int, ray.actor.ActorHandle]
+    group: PlacementGroup | None = None
+
+
 class DrainWatch:
     """The nodes that Ray drains, by id, each with the Unix time of its end; `report` is called when they have changed."""
 
@@ -204,6 +216,9 @@ class Gang:
         self.addresses: tuple[WorkerAddress, ...] = ()
         self._lost_nodes: set[str] = set()
         self._node_names: Mapping[str, str] = {}
+        self._starting_over: list[ray.ObjectRef] = []
+        self.taken_over: tuple[ray.actor.ActorHandle, ...] = ()
+        """The workers that were of an earlier gang."""
 
     @property
     def workers(self) -> list[ray.actor.ActorHandle]:
@@ -214,8 +229,14 @@ class Gang:
         """Limit calls in Phase.STEP by steps of `planned_s` seconds from now on."""
         self._planned_step_s = planned_s
 
-    def start(self, actor_class: Any, make_arguments: Callable[[str, int], dict[str, Any]]) -> None:
-        """Reserve every accelerator at once, then start one actor on each.
+    def start(
+        self,
+        actor_class: Any,
+        make_arguments: Callable[[str, int], dict[str, Any]],
+        earlier: Gang | None = None,
+    ) -> None:
+        """Reserve every accelerator at once, then start one actor on each; with the accelerators and the workers of an
+        `earlier` gang that was kept, where these are of use, start only the others.
 
         `make_arguments(mesh, worker)` gives the keyword arguments of the actor's constructor; the
         actor answers `call("address")`. Raises AttemptFailure: ACCELERATORS_TAKEN where they are not to be had,
@@ -223,14 +244,21 @@ class Gang:
         """
         limit_s = Phase.START.limit_s(self._limits, self._planned_step_s)
         deadline = time.monotonic() + limit_s
-        placed = self._reserve(deadline, limit_s)
-        meshes = []
+        kept = None if earlier is None else earlier._give_up_workers()
+        if kept is None:
+            kept = _KeptWorkers(self._reserve(deadline, limit_s), {})
+        else:
+            self._group, self.taken_over = kept.group, tuple(kept.workers.values())
+        placed, meshes = kept.node_ids, []
         bundles = iter(range(sum(self._sizes)))
         for name, size in zip(self._names, self._sizes, strict=True):
             workers = []
             for index in range(size):
-                options = self._actor_options(name, index, next(bundles))
-                workers.append(actor_class.options(**options).remote(**make_arguments(name, index)))
+                bundle = next(bundles)
+                if (worker := kept.workers.get(bundle)) is None:
+                    options = self._actor_options(name, index, bundle)
+                    worker = actor_class.options(**options).remote(**make_arguments(name, index))
+                workers.append(worker)
             meshes.append(Mesh(name, tuple(workers)))
         self.meshes = tuple(meshes)
         left_s = max(1.0, deadline - time.monotonic())
@@ -455,6 +483,7 @@ class Gang:
 
     def stop(self) -> None:
         """End every actor, also a stopped (SIGSTOP) one, and give the accelerators back."""
+        self._starting_over = []
         for worker in self.workers:
             try:
                 ray.kill(worker, no_restart=True)
@@ -464,11 +493,50 @@ class Gang:
         self.meshes = ()
         self._remove_group()
 
+    @property
+    def kept(self) -> bool:
+        """True while the workers that are left wait for the gang of another attempt: `stop` ends them."""
+        return bool(self._starting_over)
+
+    def keep_workers(self) -> None:
+        """Have the workers that are left start over, for the gang of this driver's next attempt, without waiting for them.
+        Nothing where not all of them had come up."""
+        if len(self.addresses) == len(self.workers):
+            self._starting_over = [worker.start_over.remote() for worker in self.workers]
+
+    def _give_up_workers(self) -> _KeptWorkers | None:
+        """The workers that have started over, with all accelerators; all else of this gang is ended. None, and everything is
+        ended, where one is neither gone nor as new in START_OVER_S, where a node is gone, or where all workers are."""
+        refs, self._starting_over = self._starting_over, []
+        _, late = ray.wait(refs, num_returns=len(refs), timeout=START_OVER_S) if refs else ([], [])
+        workers, lost = dict(enumerate(self.workers)), []
+        why = f"{len(late)} of {len(refs)} workers did not start over in {START_OVER_S:g} s" if late else ""
+        for index, ref in enumerate(refs if not late else ()):
+            try:
+                ray.get(ref)
+            except _WORKER_LOST_ERRORS:
+                lost.append(self.addresses[index])
+                del workers[index]
+            except Exception as error:
+                why = f"{self._located_name(index)} cannot start over: {_one_line(error)}"
+        if not why and lost_nodes(address.node_id for address in self.addresses):
+            why = "a node is gone"
+        if why or not workers:
+            log.info("all workers are started anew: %s", why or "none is left")
+            self.stop()
+            return None
+        kept = _KeptWorkers([address.node_id for address in self.addresses], workers, self._group)
+        self._group, self.meshes = None, ()
+        self.addresses = tuple(lost)
+        self._clean_up()  # nobody waits for it: they are gone
+        return kept
+
     def __enter__(self) -> Gang:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        if not self.kept:
+            self.stop()
 
     def _index(self, error: Exception, index: int) -> int:
         """The worker that an error of call `index` names, as calls may be of some workers only; else `index`."""
@@ -502,21 +570,24 @@ class Gang:
         node_id = self.addresses[index].node_id
         return f"{self.name(index)} on node {self._node_names.get(node_id, self.addresses[index].node)}"
 
-    def _end_processes(self) -> None:
-        """Ray asks a process to end; one that is stopped never answers, so it is killed on its node."""
+    def _clean_up(self) -> list[ray.ObjectRef]:
+        """Begin to end what is left of the workers' processes on their nodes, and to remove their crash reports."""
         by_node: dict[str, list[int]] = {}
         for address in self.addresses:
             by_node.setdefault(address.node_id, []).append(address.process_id)
         self.addresses = ()
         alive = {node.node_id for node in cluster_nodes() if node.alive} - self._lost_nodes
-        refs = [
+        return [
             _kill_processes.options(
                 num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
             ).remote(ids, KILL_GRACE_S)
             for node_id, ids in by_node.items()
             if node_id in alive
         ]
-        if not refs:
+
+    def _end_processes(self) -> None:
+        """Ray asks a process to end; one that is stopped never answers, so it is killed on its node."""
+        if not (refs := self._clean_up()):
             return
         done, late = ray.wait(refs, num_returns=len(refs), timeout=KILL_GRACE_S + 10.0)
         for ref in late:

@@ -70,6 +70,8 @@ class Reporter:
         self.cancelled = threading.Event()
         self.stop_requested = threading.Event()
         self.fenced = threading.Event()
+        self.next: Mapping[str, Any] | None = None
+        """The job's next attempt (`attempt_id`, `token`, `traceparent`), where this driver is to run it."""
         self.wanted_checkpoints: frozenset[int] = frozenset()
         """The steps whose checkpoints other jobs wait for, as the control plane last said."""
         self._control = control
@@ -97,12 +99,12 @@ class Reporter:
         reason: Reason | None = None,
         message: str | None = None,
         failed_nodes: Sequence[str] = (),
+        takes_next: bool = False,
     ) -> None:
-        """Report a change of the attempt's state, soon; `failed_nodes` are the Ray ids of nodes that a failure is due to."""
-        self._add(
-            "states",
-            {"state": state, "reason": reason, "message": message, "failed_nodes": list(failed_nodes)},
-        )
+        """Report a change of the attempt's state, soon; `failed_nodes` are the Ray ids of nodes that a failure is due to.
+        `takes_next`: this driver could run the job's next attempt, too, which is `next` once a final state is delivered."""
+        change = {"state": state, "reason": reason, "message": message, "failed_nodes": list(failed_nodes)}
+        self._add("states", change | ({"takes_next": True} if takes_next else {}))
         self._wake.set()
 
     def draining(self, nodes: Mapping[str, float]) -> None:
@@ -257,6 +259,8 @@ class Reporter:
                 self.cancelled.set()
             elif command == "stop":
                 self.stop_requested.set()
+            if body.get("takes_next") and isinstance(answer, dict):
+                self.next = answer.get("next")
             if body["state"] in FINAL_STATES:  # a report after the final one would be refused
                 self._closing.set()
                 self._idle.set()
@@ -308,6 +312,7 @@ class Reporter:
                 "reason": change.get("reason"),
                 "message": change.get("message"),
                 "failed_nodes": change.get("failed_nodes", []),
+                **({"takes_next": True} if change.get("takes_next") else {}),
                 "draining": draining,
                 "steps": steps,
                 "evaluations": evaluations,

@@ -142,16 +142,23 @@ class Trainer:
         )
         self._planner = Planner(job, measurements, control=control, reporter=reporter, launch=launch)
         self._snapshot_rooms: Sequence[SnapshotMemory] = ()  # none where checkpoints are not made of copies
+        self.has_begun = False
+        """True once everything is ready for the first step."""
 
-    def train(self) -> str | None:
-        """Train; why training ended before its last step, None where it did not. Raises AttemptFailure, Cancelled and
-        GracefulStop."""
+    @property
+    def kept_gang(self) -> Gang | None:
+        """The gang whose workers are left behind a lost one, for the next attempt of this driver; else it is ended."""
+        return self._gang if self._gang.kept else None
+
+    def train(self, earlier: Gang | None = None) -> str | None:
+        """Train, with the workers of an `earlier` gang that was kept; why training ended before its last step, None where it
+        did not. Raises AttemptFailure, Cancelled and GracefulStop."""
         self._reporter.event("versions", installed_versions())
         if not self._attempt.was_checked:
             self._job_check.begin()
         try:
-            with self._gang, self._keeping_copies() as copies:
-                self._place()
+            with self._gang, self._keeping_workers(), self._keeping_copies() as copies:
+                self._place(earlier)
                 if copies is not None:
                     copies.open()
                 checkpoints = self._checkpoints(copies)
@@ -178,12 +185,23 @@ class Trainer:
         finally:
             self._job_check.end()
 
-    def _place(self) -> None:
+    @contextlib.contextmanager
+    def _keeping_workers(self) -> Iterator[None]:
+        """Have the workers that are left behind a lost one wait for the next attempt."""
+        try:
+            yield
+        except AttemptFailure as failure:
+            if failure.reason is Reason.WORKER_LOST:
+                self._gang.keep_workers()
+            raise
+
+    def _place(self, earlier: Gang | None) -> None:
         """Start the gang, and give its processes the secrets."""
         gang, job, device = self._gang, self._job, self._attempt.device
         gang.start(
             ray.remote(Worker),
             lambda mesh, worker: {"job": job, "mesh": mesh, "worker": worker, "device": device},
+            earlier,
         )
         if self._attempt.secrets:
             gang.call(
@@ -318,6 +336,7 @@ class Trainer:
         self._launch.end_phase("warm up")
 
     def _run(self, first: int, planned: PlannedJob, checkpoints: Checkpoints) -> str | None:
+        self.has_begun = True
         flops = self._model_flops(planned)
         self._metrics.set_model_flops(flops)
         self._reporter.model_flops(flops and flops.step, flops and flops.peak_per_s)

@@ -15,6 +15,8 @@ import hashlib
 import random
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -113,6 +115,27 @@ def _cuda_generators() -> list[torch.Generator]:
     if not torch.cuda.is_initialized():
         return []
     return [torch.cuda.default_generators[torch.cuda.current_device()]]
+
+
+@dataclass(frozen=True)
+class RngStates:
+    """The states of the process-wide RNGs of the host."""
+
+    python: Any
+    numpy: Any
+    torch_cpu: torch.Tensor
+
+    @classmethod
+    def read(cls) -> Self:
+        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state())
+
+    def restore(self) -> None:
+        """Put the generators back; those of the accelerator to the seed with which torch begins."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.torch_cpu)
+        for generator in _cuda_generators():
+            generator.manual_seed(torch.Generator().initial_seed())
 
 
 def derive_seed(*parts: int | str) -> int:

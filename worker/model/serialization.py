@@ -104,7 +104,12 @@ def deserialize_models(data: bytes) -> list[TracedModel]:
 def parameter_values(traced: TracedModel, names: Collection[str]) -> ParameterValues:
     """The values of some parameters as they are now."""
     tensors = traced.placed.tensors
-    return {name: _storage_bytes(tensors[name]) for name in names}
+    return storage_values({name: tensors[name] for name in names})
+
+
+def storage_values(parameters: Mapping[str, Tensor]) -> ParameterValues:
+    """The values of these parameters as they are now."""
+    return {name: _storage_bytes(tensor) for name, tensor in parameters.items()}
 
 
 def load_values(traced: TracedModel, values: ParameterValues) -> None:

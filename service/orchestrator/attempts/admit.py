@@ -98,10 +98,10 @@ class Admission:
     ) -> None:
         """Start or explain every waiting job, request a graceful stop of each job that gives way or (`grows`) goes on with
         more accelerators, and say what clusters are to grow for."""
-        attempt_ids = defaultdict[str, list[str]](list)
+        drivers = defaultdict[str, list[str]](list)
         for attempt, _ in active:
-            attempt_ids[attempt.cluster].append(attempt.id)
-        capacities, now = self._clusters.capacities(attempt_ids, marks), time.time()
+            drivers[attempt.cluster].append(attempt.driver_id)
+        capacities, now = self._clusters.capacities(drivers, marks), time.time()
         left_out = self._clusters.left_out(marks)
         async with self._database.read() as session:
             quotas = await all_quotas(session, self._settings.quotas)

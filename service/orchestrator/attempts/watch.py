@@ -127,7 +127,7 @@ class AttemptWatcher:
             if attempt.submitted_at is not None and now - watched.asked_at >= _ASK_EVERY_S:
                 watched.asked_at = now
                 try:
-                    watched.ray = await self._ask(cluster, attempt.id, watched.ray, read_at)
+                    watched.ray = await self._ask(cluster, attempt.driver_id, watched.ray, read_at)
                     watched.ray_error = None
                 except ClusterError as error:
                     watched.ray, watched.ray_error = None, str(error)
@@ -154,7 +154,7 @@ class AttemptWatcher:
                 recorded = await self._record_stop(attempt, decision.why)
                 # a process that was frozen meanwhile decides anew
                 if recorded and time.monotonic() - decided_at < _STOP_DECISION_VALID_S:
-                    await cluster.stop(attempt.id)
+                    await cluster.stop(attempt.driver_id)
                     watched.stop_asked_at = watched.stop_asked_at or read_at
             elif isinstance(decision, EndAttempt):
                 await self._end(attempt, decision)
@@ -219,8 +219,8 @@ class AttemptWatcher:
             if job := await lock_job(session, attempt.job_id):
                 add_event(session, job, "no-cluster", message, at=utc_now(), attempt=attempt.number)
 
-    async def _ask(self, cluster: Cluster, attempt_id: str, before: RayJob | None, read_at: float) -> RayJob:
-        ray = await cluster.job(attempt_id)
+    async def _ask(self, cluster: Cluster, driver_id: str, before: RayJob | None, read_at: float) -> RayJob:
+        ray = await cluster.job(driver_id)
         if not ray.state.ended:
             return ray
         seen = before.ended_seen_at if before is not None and before.ended_seen_at else read_at
@@ -229,7 +229,7 @@ class AttemptWatcher:
     async def _end(self, seen: AttemptRow, end: EndAttempt) -> None:
         """End an attempt, unless its driver has reported since `seen` was read."""
         message = end.message
-        log = await self._logs.last_log(seen.id, seen.cluster)
+        log = await self._logs.last_log(seen)
         async with self._database.write() as session:
             attempt, job = await lock_attempt(session, seen.id)
             if job.current_attempt != seen.id or attempt.attempt_state.final:

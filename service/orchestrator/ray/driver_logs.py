@@ -2,7 +2,7 @@
 
 Of a log only the last LOG_LIMIT_BYTES are held and shown, in whole lines under their numbers. However many clients
 follow an attempt, one reader asks Ray for it; it ends when nobody asks. Logs of ended drivers are stored before Ray
-forgets them, each cluster by itself.
+forgets them, each cluster by itself. A driver that ran several attempts has one log, of which each attempt has its part.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from service.orchestrator.ray.clusters import Clusters
 from service.orchestrator.ray.jobs_api import Cluster, ClusterError
-from service.settings.clusters import DEFAULT_CLUSTER
 from service.spec.values import harmless_text
 from service.store.attempts import LogLocation, attempts_without_log, find_attempt, stored_log
 from service.store.database import Database, Sessions, utc_now
 from service.store.tables import AttemptRow
+from worker.contract.logs import attempt_of_line
 
 LOG_LIMIT_BYTES = 1 << 20
 """Shown and stored log of one attempt: its end; Ray keeps all of it on the driver's node."""
@@ -63,7 +63,7 @@ class LogReader:
             return window.lines(after, ended=True)
         if not location.submitted:
             return iter(())
-        window = await self._reader(location.attempt_id, location.cluster).window(follow=follow)
+        window = await self._reader(location).window(follow=follow)
         return window.lines(after, ended=location.ended)
 
     async def close(self) -> None:
@@ -72,12 +72,12 @@ class LogReader:
         for reader in readers:
             reader.stop()
 
-    def _reader(self, attempt_id: str, cluster: str) -> _AttemptLogReader:
+    def _reader(self, location: LogLocation) -> _AttemptLogReader:
         """The reader of this attempt; above the limit the least recently used reader is stopped."""
-        reader = self._readers.pop(attempt_id, None)
+        reader = self._readers.pop(location.attempt_id, None)
         if reader is None:
-            reader = _AttemptLogReader(self._clusters.of(cluster).ray, attempt_id, LOG_LIMIT_BYTES)
-        self._readers[attempt_id] = reader
+            reader = _AttemptLogReader(self._clusters.of(location.cluster).ray, location, LOG_LIMIT_BYTES)
+        self._readers[location.attempt_id] = reader
         while len(self._readers) > _READER_LIMIT:
             self._readers.pop(next(iter(self._readers))).stop()
         return reader
@@ -86,9 +86,11 @@ class LogReader:
 class _AttemptLogReader:
     """Reads one attempt's log for all callers: once whole and then, while a caller follows, its additions."""
 
-    def __init__(self, cluster: Cluster, attempt_id: str, limit_bytes: int) -> None:
-        self._cluster, self._attempt_id, self._limit_bytes = cluster, attempt_id, limit_bytes
-        self._window = LogWindow(limit_bytes)
+    def __init__(self, cluster: Cluster, location: LogLocation, limit_bytes: int) -> None:
+        self._cluster, self._limit_bytes = cluster, limit_bytes
+        self._driver = location.driver_of or location.attempt_id
+        self._part = LogPart.of(location.attempt_id, location.driver_of)
+        self._window = LogWindow(limit_bytes, self._part)
         self._read_at = -_WINDOW_FRESH_S
         self._lock = asyncio.Lock()
         self._following: asyncio.Task[None] | None = None
@@ -102,8 +104,8 @@ class _AttemptLogReader:
                     self._follow_timeout.reschedule(asyncio.get_running_loop().time() + _FOLLOW_UNUSED_S)
                 return self._window
             if time.monotonic() - self._read_at >= _WINDOW_FRESH_S:
-                window = LogWindow(self._limit_bytes)
-                async for piece in self._cluster.read_log(self._attempt_id):
+                window = LogWindow(self._limit_bytes, self._part)
+                async for piece in self._cluster.read_log(self._driver):
                     window.add(piece)
                     await asyncio.sleep(0)  # a long log is many pieces: let other coroutines run
                 self._window, self._read_at = window, time.monotonic()
@@ -120,7 +122,7 @@ class _AttemptLogReader:
         known = self._window.read_bytes
         try:
             async with asyncio.timeout(_FOLLOW_UNUSED_S) as self._follow_timeout:
-                async for piece in self._cluster.read_log(self._attempt_id, follow=True):
+                async for piece in self._cluster.read_log(self._driver, follow=True):
                     new = piece[known:]
                     known = max(0, known - len(piece))
                     if new:
@@ -174,11 +176,11 @@ class LogKeeper:
         finally:
             self._busy.discard(cluster)
 
-    async def last_log(self, attempt_id: str, cluster: str = DEFAULT_CLUSTER) -> DriverLog | None:
-        """The last LOG_LIMIT_BYTES of a driver's log in Ray now; None where Ray does not give it out."""
-        window = LogWindow(LOG_LIMIT_BYTES)
+    async def last_log(self, attempt: AttemptRow) -> DriverLog | None:
+        """The last LOG_LIMIT_BYTES of an attempt's log in Ray now; None where Ray does not give it out."""
+        window = LogWindow(LOG_LIMIT_BYTES, LogPart.of(attempt.id, attempt.driver_of))
         try:
-            async for piece in self._clusters.of(cluster).ray.read_log(attempt_id):
+            async for piece in self._clusters.of(attempt.cluster).ray.read_log(attempt.driver_id):
                 window.add(piece)
                 await asyncio.sleep(0)
         except ClusterError:
@@ -187,7 +189,7 @@ class LogKeeper:
 
     async def _keep_log(self, attempt: AttemptRow) -> None:
         """Store one log. A log that Ray does not give out (its node is gone) is given up after _LOG_GIVEN_UP_S."""
-        log = await self.last_log(attempt.id, attempt.cluster)
+        log = await self.last_log(attempt)
         ended_at = 0.0 if attempt.finished_at is None else attempt.finished_at.timestamp()
         if log is None and time.time() - ended_at < _LOG_GIVEN_UP_S:
             return
@@ -196,13 +198,25 @@ class LogKeeper:
                 fresh.log_first_line, fresh.log = log or (1, "[Ray did not give this log out]\n")
 
 
-class LogWindow:
-    """The last `limit_bytes` of a log, in whole lines; earlier lines are dropped."""
+class LogPart(NamedTuple):
+    """The part of a driver's log that is an attempt's; `begins`: it begins with the log, and not with a line of its own."""
 
-    def __init__(self, limit_bytes: int) -> None:
+    attempt_id: str
+    begins: bool
+
+    @classmethod
+    def of(cls, attempt_id: str, driver_of: str | None) -> Self:
+        return cls(attempt_id, driver_of is None)
+
+
+class LogWindow:
+    """The last `limit_bytes` of a log, or of an attempt's `part` of it, in whole lines; earlier lines are dropped."""
+
+    def __init__(self, limit_bytes: int, part: LogPart | None = None) -> None:
         self.read_bytes = 0
         self.first_line = 1
         self._limit_bytes = limit_bytes
+        self._part, self._inside = part, part is None or part.begins
         self._lines: deque[bytes] = deque()
         self._held_bytes = 0
         self._partial_line = b""
@@ -219,6 +233,8 @@ class LogWindow:
             (self._partial_line + piece).split(b"\n") if b"\n" in piece else (self._partial_line + piece,)
         )
         self._partial_line = rest[-self._limit_bytes :]
+        if self._part is not None:
+            whole = [line for line in whole if self._is_inside(line)]
         self._lines.extend(whole)
         self._held_bytes += sum(map(len, whole)) + len(whole)
         while self._held_bytes > self._limit_bytes and self._lines:
@@ -230,12 +246,18 @@ class LogWindow:
         skip = max(after + 1 - self.first_line, 0)
         for number, line in enumerate(islice(self._lines, skip, None), self.first_line + skip):
             yield number, _decode_line(line)
-        if ended and self._partial_line and after < self.next_line:
+        if ended and self._inside and self._partial_line and after < self.next_line:
             yield self.next_line, _decode_line(self._partial_line)
 
     def text(self) -> str:
         """The text of the window, from line `first_line` on."""
-        return "".join(f"{_decode_line(line)}\n" for line in self._lines) + _decode_line(self._partial_line)
+        partial = _decode_line(self._partial_line) if self._inside else ""
+        return "".join(f"{_decode_line(line)}\n" for line in self._lines) + partial
+
+    def _is_inside(self, line: bytes) -> bool:
+        if (begun := attempt_of_line(line)) is not None:
+            self._inside = begun == self._part.attempt_id
+        return self._inside
 
 
 def _decode_line(line: bytes) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import pickle
+import random
 import socket
 import threading
+import weakref
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from tests.worker.workers import LeavesCycles, Workers
 from worker.actor import loaded, model_host
 from worker.actor.actor import NewWorker, Worker
 from worker.actor.loaded import LoadedWorker
+from worker.actor.prepared import PreparedWorker
 from worker.actor.state import out_of_memory_failure
 from worker.checkpoint import format as checkpoint_format
 from worker.contract.failures import AttemptFailure, OutOfMemoryFailure
@@ -27,6 +30,7 @@ from worker.contract.program import COMPUTE_LANE
 from worker.contract.reasons import Reason
 from worker.data.sampler import BatchSampler, collate, read_sample
 from worker.model.factory import build_model, call_factory, resolve
+from worker.model.rng import RngStates
 
 SCHEDULES = {
     "none": None,
@@ -247,6 +251,36 @@ def test_one_worker_builds_the_model_and_all_start_from_the_values_of_a_plain_on
             assert 0 < sum(p.nbytes for p in own.values()) < 0.75 * sum(p.nbytes for p in whole.values())
             assert all(torch.equal(value, whole[name]) for name, value in own.items())
             assert worker._model._traced is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tied", "dropout", "evaluated"])
+def test_a_graph_of_an_earlier_attempt_is_not_traced_again_and_trains_the_same_to_the_bit(monkeypatch, kind):
+    spec = job(stages=3, meshes=3)
+    if kind == "dropout":
+        spec["model"]["args"] |= {"dropout": 0.3}
+    if kind == "evaluated":
+        spec["evaluation"] = {"every_steps": 1, "data": spec["data"], "steps": 1}
+    with Workers(spec) as run:
+        expected = run.losses(range(1, 4)), run.evaluate() if kind == "evaluated" else None
+        known = run.workers[1].known_graph()
+    assert known.microbatches == run.workers[0].batches.microbatches
+
+    def of_earlier(worker, microbatches, trace=PreparedWorker.trace):
+        worker._known = known
+        assert worker.knows_graph(microbatches) and not worker.knows_graph(microbatches + 1)
+        leads = (worker.mesh, worker.index) == ("m0", 0)
+        return trace(worker, microbatches, worker.give_graph()) if leads else []
+
+    monkeypatch.setattr(PreparedWorker, "trace", of_earlier)
+    monkeypatch.setattr(model_host, "trace", lambda *_, **__: pytest.fail("it is traced"))
+    monkeypatch.setattr(model_host, "check_trace", lambda *_, **__: pytest.fail("it is compared"))
+    with Workers(spec) as run:
+        found = run.losses(range(1, 4)), run.evaluate() if kind == "evaluated" else None
+        assert run.workers[0].known_graph() == known
+    assert found[0] == expected[0]
+    if kind == "evaluated":
+        assert (found[1].loss, found[1].metrics) == (expected[1].loss, expected[1].metrics)
 
 
 @pytest.mark.slow
@@ -607,3 +641,58 @@ def test_a_worker_that_cannot_be_loaded_ends_its_threads_and_connections(monkeyp
         Workers(job("cosine"))
     assert len(closed) == 2
     assert not [thread for thread in threading.enumerate() if thread.name == f"slotline-{COMPUTE_LANE}"]
+
+
+def trained_actor(steps):
+    """The actor of the one worker of a job that has trained `steps`; nothing else holds its state."""
+    gang = Workers(job("cosine", stages=1, meshes=1))
+    gang.losses(range(1, steps + 1))
+    (worker,) = gang.workers
+    actor = Worker(job=worker.job, mesh="m0", worker=0, device="cpu")
+    worker.collect_between_steps()
+    actor._state = worker
+    return actor
+
+
+@pytest.mark.slow
+def test_a_worker_that_starts_over_holds_nothing_of_its_attempt_and_is_as_new():
+    actor = trained_actor(2)
+    generators = torch.get_rng_state(), random.getstate()
+    actor._rng = RngStates.read()
+    random.random()
+    torch.rand(3)
+    parameters = [weakref.ref(p) for stage in actor._state.stages.values() for p in stage.parameters()]
+    assert parameters and not gc.isenabled()
+    actor.start_over()
+    assert not any(ref() is not None for ref in parameters)
+    assert type(actor._state) is NewWorker and gc.isenabled() and not gc.get_freeze_count()
+    assert torch.equal(torch.get_rng_state(), generators[0]) and random.getstate() == generators[1]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("slotline-")]
+    assert actor.call("prepare") is None and actor.call("profile_keys")
+    actor.start_over()  # also before anything is loaded
+    assert type(actor._state) is NewWorker
+
+
+@pytest.mark.slow
+def test_a_worker_of_whose_attempt_something_is_left_does_not_start_over():
+    actor = trained_actor(1)
+    kept_by_user_code = next(iter(actor._state.stages.values()))
+    with pytest.raises(AttemptFailure, match="the process still holds") as refused:
+        actor.start_over()
+    assert refused.value.reason is Reason.INTERNAL
+    assert type(kept_by_user_code).__name__ in refused.value.message
+
+
+def test_a_worker_that_still_writes_does_not_start_over(monkeypatch):
+    """Its checkpoint would be another attempt's, too."""
+    monkeypatch.setattr("worker.actor.actor._THREADS_END_S", 0.05)
+    worker = Worker(job=Job.from_json(job()), mesh="m0", worker=0, device="cpu")
+    written = threading.Event()
+    thread = threading.Thread(target=written.wait, name="slotline-checkpoint", daemon=True)
+    thread.start()
+    with pytest.raises(AttemptFailure, match="thread slotline-checkpoint has not ended"):
+        worker.start_over()
+    written.set()
+    thread.join(10)
+    worker.start_over()
+    assert worker.call("prepare") is None

@@ -70,7 +70,7 @@ class ControlPlane:
                 with plane.heard:
                     plane.reports.append(body)
                     plane.heard.notify_all()
-                self._answer(200, {"command": plane.command()})
+                self._answer(200, {"command": plane.command(), **plane.following(body)})
 
             def _body(self) -> Any:
                 return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -101,6 +101,10 @@ class ControlPlane:
     def command(self) -> str:
         """What it wants of the attempt, with the answer to a report."""
         return "continue"
+
+    def following(self, report: dict[str, Any]) -> dict[str, Any]:
+        """What else the answer to a report has: the next attempt, unless this one's driver is to run none."""
+        return {}
 
     def replan(self, request: dict[str, Any]) -> dict[str, Any]:
         """No shorter plan, unless a test has one."""

@@ -26,6 +26,8 @@ class FakeGang:
     interrupted: Callable[[], None] = staticmethod(lambda: None)
     """Called where the driver's gang looks whether the attempt is to end; may raise."""
 
+    taken_over = ()
+
     ask, call, expect_steps = gang.Gang.ask, gang.Gang.call, gang.Gang.expect_steps
 
     def wait(self, refs: Sequence[Any], **_: Any) -> list[Any]:

@@ -128,7 +128,9 @@ class ThreadRay:
 class ThreadGang(gang.Gang):
     """The driver's gang, whose workers are threads."""
 
-    def start(self, actor_class: Any, make_arguments: Callable[[str, int], dict[str, Any]]) -> None:
+    def start(
+        self, actor_class: Any, make_arguments: Callable[[str, int], dict[str, Any]], earlier: Any = None
+    ) -> None:
         meshes, addresses = [], []
         for mesh, size in zip(self._names, self._sizes, strict=True):
             workers = [
@@ -201,7 +203,7 @@ def run_attempt(
         client = control_plane_client.ControlPlaneClient(plane.url, f"job-{number}", "secret")
         try:
             attempt = driver.attempt_from(client.attempt(), limits or Limits(linger_s=0.0))
-            return plane, driver.run_to_end(attempt, client, NoSignals(), protocol=None)
+            return plane, driver.run_to_end(attempt, client, NoSignals(), protocol=None).code
         finally:
             client.close()
             plane.close()

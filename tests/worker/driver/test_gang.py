@@ -37,6 +37,16 @@ class Sleeper:
     def __init__(self, mesh: str, worker: int):
         self.mesh, self.worker = mesh, worker
         self.threads = {threading.get_ident()}
+        self.starts_over_in_s = 0.0
+
+    def start_over(self) -> None:
+        if self.starts_over_in_s < 0:
+            raise RuntimeError("the process still holds Engine")
+        time.sleep(self.starts_over_in_s)
+
+    def starts_over_in(self, seconds: float) -> None:
+        """Seconds that it takes; below 0 it cannot."""
+        self.starts_over_in_s = seconds
 
     def address(self) -> WorkerAddress:
         context = ray.get_runtime_context()
@@ -331,3 +341,85 @@ def test_each_worker_gets_its_own_value_of_an_argument_and_a_stop_interrupts_onl
         assert gang.call("sleep", 0.5, workers=gang.workers[1:], phase=Phase.STEP, what="step") == ["m1"]
         with pytest.raises(GracefulStop, match="before a step of its own"):
             gang.call("sleep", 60, phase=Phase.CHECK, what="warm up")
+
+
+def start_behind(earlier: Gang, gang: Gang) -> list[int]:
+    """Start a gang behind one that was kept; the ids of its processes."""
+    gang.start(ray.remote(Sleeper), lambda mesh, worker: {"mesh": mesh, "worker": worker}, earlier)
+    return [address.process_id for address in gang.addresses]
+
+
+def lose(gang: Gang, *indices: int) -> list[int]:
+    """Kill the workers at these places, and have the others start over; the ids of all processes."""
+    processes = [address.process_id for address in gang.addresses]
+    for index in indices:
+        os.kill(processes[index], signal.SIGKILL)
+    until(lambda: all(is_gone(processes[index]) for index in indices), "the workers")
+    gang.keep_workers()
+    assert gang.kept
+    return processes
+
+
+@pytest.mark.slow
+def test_the_next_gang_has_the_workers_and_the_accelerators_that_are_left(cluster):
+    with make_gang(3) as first:
+        start(first)
+        before = lose(first, 1)
+    addresses = first.addresses
+    with make_gang(3) as second:
+        processes = start_behind(first, second)
+        assert processes[0] == before[0] and processes[2] == before[2] and processes[1] not in before
+        assert [address.mesh for address in second.addresses] == ["m0", "m1", "m2"]
+        assert second.call("sleep", 0, phase=Phase.STEP, what="sleep") == ["m0", "m1", "m2"]
+        held = [g for g in placement_group_table().values() if g["state"] == "CREATED"]
+        assert len(held) == 1, "the accelerators were never given back"
+        assert not first.kept and not first.workers
+        first.stop()  # it has nothing to end any more
+        assert second.call("sleep", 0, phase=Phase.STEP, what="sleep") == ["m0", "m1", "m2"]
+    assert_nothing_left([*addresses, *second.addresses])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [-1.0, 60.0])
+def test_where_a_worker_that_is_left_cannot_start_over_or_hangs_all_are_started_anew(
+    cluster, monkeypatch, seconds
+):
+    monkeypatch.setattr(gang_module, "START_OVER_S", 1.0)
+    with make_gang(2) as first:
+        start(first)
+        ray.get(first.workers[0].starts_over_in.remote(seconds))
+        before = lose(first, 1)
+    addresses = first.addresses
+    with make_gang(2) as second:
+        assert not {*start_behind(first, second)} & {*before}
+        assert not first.kept
+    assert_nothing_left([*addresses, *second.addresses])
+
+
+@pytest.mark.slow
+def test_where_no_worker_is_left_all_are_started_anew(cluster):
+    with make_gang(2) as first:
+        start(first)
+        before = lose(first, 0, 1)
+    with make_gang(2) as second:
+        assert not {*start_behind(first, second)} & {*before}
+    assert_nothing_left(second.addresses)
+
+
+@pytest.mark.slow
+def test_workers_that_were_kept_and_that_nobody_takes_are_ended(cluster):
+    with make_gang(2) as first:
+        start(first)
+        lose(first, 1)
+    addresses = first.addresses
+    assert not is_gone(addresses[0].process_id, 0.2)
+    first.stop()
+    assert not first.kept
+    assert_nothing_left(addresses)
+
+
+@pytest.mark.slow
+def test_a_gang_that_has_not_come_up_keeps_nobody(cluster):
+    with make_gang(2) as gang:
+        gang.keep_workers()
+        assert not gang.kept
