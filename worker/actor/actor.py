@@ -7,8 +7,10 @@ Must not know Ray (the driver wraps the class), the driver or the control plane.
 from __future__ import annotations
 
 import gc
+import importlib
 import multiprocessing
 import os
+import sys
 import threading
 import time
 import weakref
@@ -88,6 +90,20 @@ def _check_nothing_runs() -> None:
         raise AttemptFailure(Reason.INTERNAL, f"process {children[0].name} has not ended")
 
 
+def _forget_own_modules(job: Job) -> None:
+    """Have the modules of the job's working_dir imported anew: what they keep in globals is the earlier attempt's."""
+    if job.code.working_dir is None:
+        return
+    folder = os.path.join(os.path.realpath(os.getcwd()), "")
+    for name, module in [*sys.modules.items()]:
+        file = getattr(module, "__dict__", {}).get("__file__")
+        if (
+            file and os.path.isabs(file) and os.path.realpath(file).startswith(folder)
+        ):  # torch.ops has a name only
+            del sys.modules[name]
+    importlib.invalidate_caches()
+
+
 class Worker:
     """One accelerator of one mesh: a NewWorker (placed), then a PreparedWorker, then a LoadedWorker."""
 
@@ -134,6 +150,7 @@ class Worker:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
         self._rng.restore()
+        _forget_own_modules(self._arguments["job"])
         self._state = NewWorker(**self._arguments, known=known)
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ import gc
 import pickle
 import random
 import socket
+import sys
 import threading
 import weakref
 
@@ -696,3 +697,26 @@ def test_a_worker_that_still_writes_does_not_start_over(monkeypatch):
     thread.join(10)
     worker.start_over()
     assert worker.call("prepare") is None
+
+
+@pytest.mark.parametrize("own_code", [True, False])
+def test_a_worker_that_starts_over_imports_the_modules_of_its_job_anew_and_no_others(
+    monkeypatch, tmp_path, own_code
+):
+    """What a factory keeps in a global would else differ from that of workers that are started."""
+    (tmp_path / "counting_models").mkdir()
+    (tmp_path / "counting_models" / "__init__.py").write_text("from counting_models.inner import built\n")
+    (tmp_path / "counting_models" / "inner.py").write_text("built = []\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = job() | ({"code": {"working_dir": "file:///code.zip"}} if own_code else {})
+    worker = Worker(job=Job.from_json(spec), mesh="m0", worker=0, device="cpu")
+    try:
+        resolve("counting_models:built").append(1)
+        modules = {name: module for name, module in sys.modules.items() if "counting_models" not in name}
+        worker.start_over()
+        assert resolve("counting_models:built") == ([] if own_code else [1])
+        assert all(sys.modules[name] is module for name, module in modules.items())
+    finally:
+        for name in ("counting_models", "counting_models.inner"):
+            sys.modules.pop(name, None)
