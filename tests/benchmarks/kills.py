@@ -63,6 +63,7 @@ def main() -> int:
     parser.add_argument("--copies", type=int, help="steps between copies; without it there are none")
     parser.add_argument("--turns", type=int, default=3, help="runs left alone, of each kind")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only-workers", action="store_true", help="kill no driver")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
@@ -79,7 +80,13 @@ def main() -> int:
             status = 0
             for copies in dict.fromkeys((None, options.copies)):
                 killed = alone.submitted("killed", copies)
-                kills = kill_again_and_again(site, killed, options.kills, random.Random(options.seed))
+                kills = kill_again_and_again(
+                    site,
+                    killed,
+                    options.kills,
+                    random.Random(options.seed),
+                    drivers_too=not options.only_workers,
+                )
                 job = site.finished(killed)
                 site.note_lost_steps(killed, kills)
                 what = "without copies" if copies is None else f"with copies every {copies} steps"
@@ -199,7 +206,9 @@ def _title(process: psutil.Process) -> str:
         return ""
 
 
-def kill_again_and_again(site: Site, job_id: str, count: int, draw: random.Random) -> list[Kill]:
+def kill_again_and_again(
+    site: Site, job_id: str, count: int, draw: random.Random, *, drivers_too: bool = True
+) -> list[Kill]:
     """Kill `count` processes of a job one after the other, as long as it goes on."""
     kills: list[Kill] = []
     reached, last_kill_at = 0, time.monotonic()
@@ -214,7 +223,7 @@ def kill_again_and_again(site: Site, job_id: str, count: int, draw: random.Rando
         time.sleep(draw.uniform(0.0, 4.0))
         job = site.client.job(job_id)
         victims = [("worker", one) for one in site.workers()]
-        if draw.random() < 0.5 and (drivers := site.drivers(job)):
+        if drivers_too and draw.random() < 0.5 and (drivers := site.drivers(job)):
             victims = [("driver", one) for one in drivers]
         if not victims:
             continue

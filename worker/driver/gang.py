@@ -217,6 +217,7 @@ class Gang:
         self._lost_nodes: set[str] = set()
         self._node_names: Mapping[str, str] = {}
         self._starting_over: list[ray.ObjectRef] = []
+        self._rendezvous: object = None
         self.taken_over: tuple[ray.actor.ActorHandle, ...] = ()
         """The workers that were of an earlier gang."""
 
@@ -483,7 +484,7 @@ class Gang:
 
     def stop(self) -> None:
         """End every actor, also a stopped (SIGSTOP) one, and give the accelerators back."""
-        self._starting_over = []
+        self._starting_over, self._rendezvous = [], None
         for worker in self.workers:
             try:
                 ray.kill(worker, no_restart=True)
@@ -498,10 +499,12 @@ class Gang:
         """True while the workers that are left wait for the gang of another attempt: `stop` ends them."""
         return bool(self._starting_over)
 
-    def keep_workers(self) -> None:
+    def keep_workers(self, rendezvous: object = None) -> None:
         """Have the workers that are left start over, for the gang of this driver's next attempt, without waiting for them.
-        Nothing where not all of them had come up."""
+        Nothing where not all of them had come up. `rendezvous` is held until they have: there they tell each other of the
+        loss."""
         if len(self.addresses) == len(self.workers):
+            self._rendezvous = rendezvous
             self._starting_over = [worker.start_over.remote() for worker in self.workers]
 
     def _give_up_workers(self) -> _KeptWorkers | None:
@@ -525,6 +528,7 @@ class Gang:
             log.info("all workers are started anew: %s", why or "none is left")
             self.stop()
             return None
+        self._rendezvous = None
         kept = _KeptWorkers([address.node_id for address in self.addresses], workers, self._group)
         self._group, self.meshes = None, ()
         self.addresses = tuple(lost)

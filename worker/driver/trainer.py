@@ -142,6 +142,7 @@ class Trainer:
         )
         self._planner = Planner(job, measurements, control=control, reporter=reporter, launch=launch)
         self._snapshot_rooms: Sequence[SnapshotMemory] = ()  # none where checkpoints are not made of copies
+        self._store: object = None
         self.has_begun = False
         """True once everything is ready for the first step."""
 
@@ -192,7 +193,7 @@ class Trainer:
             yield
         except AttemptFailure as failure:
             if failure.reason is Reason.WORKER_LOST:
-                self._gang.keep_workers()
+                self._gang.keep_workers(self._store)
             raise
 
     def _place(self, earlier: Gang | None) -> None:

@@ -19,16 +19,18 @@ from tests.worker.actor.test_actor import job
 from tests.worker.driver.control_plane import ControlPlane
 from tests.worker.driver.resident import AS_OTHERS
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 STEPS = 30
 MESHES = 3
+PROFILES = {}
+"""What the first of these attempts measured, for all."""
 
 
 class HandsOver(ControlPlane):
     """Gives the next attempt, `limit` of them at most, to a driver that takes it; `begun` counts reports before each."""
 
     def __init__(self, given, limit=9):
-        super().__init__(given)
+        super().__init__(given, PROFILES)
         self.limit, self.begun = limit, [0]
 
     def following(self, report):

@@ -525,3 +525,30 @@ def test_a_record_is_undelivered_until_the_control_plane_has_answered(plane):
     assert [s["step"] for r in plane.reports for s in r["steps"]] == [1, 2, 3, 2], "step 1 is recorded"
     assert sum(len(r["evaluations"]) for r in plane.reports) == 1
     reporter.close()
+
+
+def test_a_driver_that_takes_the_next_attempt_hears_of_it_with_the_answer_to_its_last_report(plane):
+    following = {"attempt_id": "a2", "token": "another"}
+
+    def answer(body):
+        final = body["state"] == "FAILED"
+        return 200, {"command": "continue"} | (
+            {"next": following} if final and body.get("takes_next") else {}
+        )
+
+    plane.answer = answer
+    reporter = reporter_for(plane.port)
+    reporter.state("RUNNING")
+    reporter.step({"step": 1})
+    assert flushed_soon(reporter) and reporter.next is None
+    reporter.state("FAILED", reason=Reason.WORKER_LOST, message="m1 is gone", takes_next=True)
+    assert flushed_soon(reporter) and reporter.next == following
+    assert ["takes_next" in report for report in plane.reports if report["state"]] == [False, True]
+
+
+@pytest.mark.parametrize("answer", [{"command": "continue"}, {"command": "continue", "next": None}])
+def test_a_control_plane_that_hands_nothing_over_leaves_the_driver_without_a_next_attempt(plane, answer):
+    plane.answer = lambda body: (200, answer)
+    reporter = reporter_for(plane.port)
+    reporter.state("FAILED", reason=Reason.WORKER_LOST, message="m1 is gone", takes_next=True)
+    assert flushed_soon(reporter) and reporter.next is None

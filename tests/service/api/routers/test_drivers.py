@@ -496,3 +496,43 @@ async def test_a_job_shows_what_share_of_its_accelerators_the_model_gets(api: Ap
     assert progress["mfu"] is None and progress["model_flops_per_s"] == pytest.approx(1e13), (
         "no vendor says more"
     )
+
+
+async def test_the_answer_to_the_last_report_has_the_next_attempt_for_a_driver_that_takes_it(api: Api):
+    job_id = await api.started(retry={"infrastructure": 2})
+    meshes = [{"workers": 1}] * 2
+    nodes = [{"name": "node-1", "free": 4, "total": 4}]
+    await api.driver(job_id, "POST", "/placement", json={"nodes": nodes, "meshes": meshes})
+    await api.report(job_id, 1, state="RUNNING")
+    lost = {"state": "FAILED", "reason": "WORKER_LOST", "message": "m1 is gone"}
+    async with api.service.database.read() as session:
+        old_token = (await find_attempt(session, f"{job_id}-1")).token
+    answer = (await api.report(job_id, 2, **lost, takes_next=True)).json()
+    following = answer["next"]
+    assert following["attempt_id"] == f"{job_id}-2" and following["token"] != old_token
+    again = (await api.report(job_id, 2, **lost, takes_next=True)).json()
+    assert again["next"] == following, "the first answer may be lost"
+    refused = await api.driver(job_id, "POST", "/reports", number=2, token=old_token, json={"sequence": 1})
+    assert refused.status_code == 401
+    begun = await api.driver(
+        job_id,
+        "POST",
+        "/reports",
+        number=2,
+        token=following["token"],
+        json={"sequence": 1, "state": "RUNNING"},
+    )
+    assert begun.json() == {"command": "continue"}
+    assert (await api.report(job_id, 3, steps=[STEP])).status_code == 409, "what the old one says late"
+    assert (await api.job(job_id))["state"] == "RUNNING"
+
+
+async def test_a_driver_that_does_not_say_that_it_takes_the_next_attempt_is_given_none(api: Api):
+    """It may be older than we are."""
+    job_id = await api.started(retry={"infrastructure": 2})
+    nodes = [{"name": "node-1", "free": 4, "total": 4}]
+    await api.driver(job_id, "POST", "/placement", json={"nodes": nodes, "meshes": [{"workers": 1}] * 2})
+    await api.report(job_id, 1, state="RUNNING")
+    answer = await api.report(job_id, 2, state="FAILED", reason="WORKER_LOST", message="m1 is gone")
+    assert answer.json() == {"command": "continue"}
+    assert (await api.job(job_id))["state"] == "RECOVERING"
