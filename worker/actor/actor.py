@@ -14,7 +14,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -77,16 +78,16 @@ class NewWorker(WorkerState):
         return self._known
 
 
-def _check_nothing_runs() -> None:
+def _check_nothing_runs(earlier: Sequence[BaseProcess]) -> None:
     """Raise AttemptFailure INTERNAL where a thread of ours, which may write a checkpoint, or a process that reads data has
-    not ended in _THREADS_END_S."""
+    not ended in _THREADS_END_S; not for processes that ran `earlier` than the attempt."""
     deadline = time.monotonic() + _THREADS_END_S
     for thread in threading.enumerate():
         if thread.name.startswith("slotline-"):
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
                 raise AttemptFailure(Reason.INTERNAL, f"thread {thread.name} has not ended")
-    if children := multiprocessing.active_children():
+    if children := [child for child in multiprocessing.active_children() if child not in earlier]:
         raise AttemptFailure(Reason.INTERNAL, f"process {children[0].name} has not ended")
 
 
@@ -110,6 +111,7 @@ class Worker:
     def __init__(self, *, job: Job, mesh: str, worker: int, device: str):
         self._arguments = {"job": job, "mesh": mesh, "worker": worker, "device": device}
         self._rng = RngStates.read()
+        self._processes = multiprocessing.active_children()
         self._state: WorkerState = NewWorker(**self._arguments)
 
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
@@ -143,7 +145,7 @@ class Worker:
         gc.collect()
         if left := {type(part).__name__ for ref in parts if (part := ref()) is not None}:
             raise AttemptFailure(Reason.INTERNAL, f"the process still holds {', '.join(sorted(left))}")
-        _check_nothing_runs()
+        _check_nothing_runs(self._processes)
         if self._arguments["job"].training.compile:
             torch._dynamo.reset()  # it takes so many graphs of one function, and then none
         if torch.cuda.is_initialized():

@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -702,6 +703,17 @@ def test_a_worker_that_still_writes_does_not_start_over(monkeypatch):
     thread.join(10)
     worker.start_over()
     assert worker.call("prepare") is None
+
+
+def test_a_worker_with_a_process_of_its_attempt_does_not_start_over(monkeypatch):
+    earlier, reader = SimpleNamespace(name="earlier"), SimpleNamespace(name="reader-1")
+    processes = [earlier]
+    monkeypatch.setattr("multiprocessing.active_children", lambda: [*processes])
+    worker = Worker(job=Job.from_json(job()), mesh="m0", worker=0, device="cpu")
+    worker.start_over()
+    processes.append(reader)
+    with pytest.raises(AttemptFailure, match="process reader-1 has not ended"):
+        worker.start_over()
 
 
 @pytest.mark.parametrize("own_code", [True, False])

@@ -13,6 +13,8 @@ import pytest
 from service.api import streams
 from service.orchestrator.ray import driver_logs
 from service.orchestrator.ray.driver_logs import LOG_LIMIT_BYTES, LogWindow
+from service.store.attempts import LogLocation
+from service.store.database import utc_now
 from tests.service.api.conftest import Api, ApiMaker
 from tests.service.api.routers.test_jobs import problem
 from tests.service.api.routers.test_streams import parse, stream
@@ -153,7 +155,8 @@ async def test_who_asks_just_as_a_reader_that_nobody_asked_ends_gets_what_it_has
                 await asyncio.Event().wait()
 
     monkeypatch.setattr(driver_logs, "_FOLLOW_UNUSED_S", 0.0)
-    reader = driver_logs._AttemptLogReader(cast(Any, Silent()), "job-1", 100)
+    location = LogLocation("job-1", 1, utc_now(), ended=False, submitted=True, stored=False)
+    reader = driver_logs._AttemptLogReader(cast(Any, Silent()), location, 100)
     for _ in range(20):  # among these are turns in which time is up and the task has not heard of it
         window = await reader.window(follow=True)
         assert list(window.lines(0, ended=False)) == [(1, "first")]
