@@ -86,7 +86,7 @@ class Orchestrator:
         self.fenced = FencedDatabase(database, self.lease)
         self.heartbeat = Heartbeat(database, tick_s=TICK_S, name=name)
         self._wake = asyncio.Event()
-        self._stopping, self._stopped = False, asyncio.Event()
+        self._stopping, self._urgent = False, asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._heartbeat_tasks: set[asyncio.Task[None]] = set()
         self.logs = LogKeeper(self.fenced, clusters)
@@ -112,15 +112,21 @@ class Orchestrator:
         self._retention = RetentionSweeper(settings, self.fenced, clusters)
         self._keepers = KeeperRemoval(self.fenced, clusters)
         clusters.on_change(self.wake)
+        if checker is not None:
+            checker.on_end(self.wake_at_once)
 
     def wake(self) -> None:
         self._wake.set()
 
+    def wake_at_once(self) -> None:
+        """End a rest, too: for what comes seldom and for which somebody waits."""
+        self._urgent.set()
+        self.wake()
+
     def stop(self) -> None:
         """Make `run` return; calls under way get a moment."""
         self._stopping = True
-        self._stopped.set()
-        self.wake()
+        self.wake_at_once()
 
     async def run(self) -> None:
         """Work until `stop`; an error of one round is logged and the next round begins."""
@@ -128,6 +134,7 @@ class Orchestrator:
         try:
             while not self._stopping:
                 self._wake.clear()
+                self._urgent.clear()
                 begun_at = time.monotonic()
                 try:
                     await self.round()
@@ -155,7 +162,7 @@ class Orchestrator:
     async def _rest(self, seconds: float) -> None:
         """Leave the process to those who ask, also where every submission wakes us: rounds grow with the line."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._stopped.wait(), min(seconds, TICK_S))
+            await asyncio.wait_for(self._urgent.wait(), min(seconds, TICK_S))
 
     async def round(self) -> None:
         """Pass once over active attempts and waiting jobs, where this control plane has the lease.

@@ -216,6 +216,8 @@ class AttemptRow(Base):
     end_asked_for: Mapped[str | None] = mapped_column(String(100))
     failed_step: Mapped[int | None]
     """The last step that its job had reported when it failed."""
+    first_step: Mapped[int | None]
+    """The first step that it reported: it went on from the step before."""
     cluster: Mapped[str] = mapped_column(String(100), default=DEFAULT_CLUSTER, server_default=DEFAULT_CLUSTER)
     """Name of the Ray cluster that it began on, whatever the settings say now."""
     planned_step_s: Mapped[float | None] = mapped_column(Double)

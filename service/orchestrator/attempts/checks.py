@@ -61,7 +61,6 @@ class JobChecks:
         self._under_check: dict[str, _CheckedJob] = {}
         self._passed: dict[str, tuple[float, CheckAnswer]] = {}
         self._looking = False
-        runner.on_end(changed)
 
     def held(self, unchecked: Sequence[UncheckedJob]) -> set[str]:
         """The ids of the jobs that are not to be admitted before their check has answered."""

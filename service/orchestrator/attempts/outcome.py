@@ -1,8 +1,8 @@
 """Applies a driver's reports and ends attempts: measurements, graceful stops, retries and the job's next state.
 
 Works inside the caller's write session. Reports are idempotent by their sequence number; a replaced or ended attempt
-is fenced off with StaleAttemptError. The decision after a failure is `decide.after_failure`; failures that are
-nobody's fault count only since the last checkpoint. A graceful stop is requested by the answer to the driver's next
+is fenced off with StaleAttemptError. The decision after a failure is `after_failure`; failures that are nobody's
+fault count only until a later attempt made them good. A graceful stop is requested by the answer to the driver's next
 report, and how the attempt then ends is attributed to the reason that it was stopped for. A job that recovers keeps
 its queue place.
 """
@@ -17,7 +17,12 @@ from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from service.orchestrator.decisions.attempt_lifecycle import FailedAttempt, FailJob, after_failure
+from service.orchestrator.decisions.attempt_lifecycle import (
+    FailedAttempt,
+    FailJob,
+    after_failure,
+    without_made_good,
+)
 from service.spec.job import stored_retry
 from service.spec.states import AttemptState, JobState
 from service.store.attempts import attempts_of, lock_attempt
@@ -164,6 +169,8 @@ async def _store_measurements(
         first, last = min(steps), steps[max(steps)]
         if job.step is not None and first <= job.step:  # behind a checkpoint: what came after it was lost
             job.trained_s -= await seconds_of_steps(session, job.id, first, job.step)
+        if attempt.first_step is None:
+            attempt.first_step = first
         job.trained_s = max(0.0, job.trained_s + sum(step.step_s or 0.0 for step in steps.values()))
         job.step, job.loss, job.step_s = last.step, last.loss, last.step_s
         job.metrics = last.metrics
@@ -259,10 +266,11 @@ async def end_attempt(
         _recover(job, at, at, _RELEASE_PATIENCE_S)
         move(JobState.RECOVERING, reason=reason, message=message)
         return
+    failure = _failure_of(attempt)
     decision = after_failure(
-        FailedAttempt(reason or Reason.INTERNAL, message or "", attempt.failed_step),
+        failure,
         allowed=stored_retry(job.spec),
-        before=await _counted_failures(session, job, number),
+        before=without_made_good([*await _counted_failures(session, job, number), failure])[:-1],
         backoff_s=backoff.base_s,
         backoff_limit_s=backoff.limit_s,
     )
@@ -321,12 +329,9 @@ def max_duration_message(job: JobRow, message: str | None) -> str:
 
 async def _counted_failures(session: AsyncSession, job: JobRow, number: int) -> list[FailedAttempt]:
     """The failed attempts before `number` since the user's last retry; failures of the infrastructure count only since the
-    checkpoint that the job goes on from."""
+    last attempt that saved a checkpoint."""
     failures = [
-        (
-            attempt.number,
-            FailedAttempt(attempt.reason or Reason.INTERNAL, attempt.message or "", attempt.failed_step),
-        )
+        (attempt.number, _failure_of(attempt))
         for attempt in await attempts_of(session, job.id)
         if job.attempts_forgiven < attempt.number < number
         and attempt.state == AttemptState.FAILED
@@ -337,6 +342,12 @@ async def _counted_failures(session: AsyncSession, job: JobRow, number: int) -> 
         for failed_number, failure in failures
         if failed_number > job.infrastructure_forgiven or cause_of(failure.reason) is not Cause.INFRASTRUCTURE
     ]
+
+
+def _failure_of(attempt: AttemptRow) -> FailedAttempt:
+    return FailedAttempt(
+        attempt.reason or Reason.INTERNAL, attempt.message or "", attempt.failed_step, attempt.first_step
+    )
 
 
 def attempt_deadline(attempt: AttemptRow, job: JobRow) -> float | None:

@@ -184,6 +184,7 @@ class _AdmissionRound:
         self._preemptible = [holder for holder in holders if not holder.stopping] if rules.preempts else []
         self._preemptible.sort(key=lambda holder: (holder.priority, -holder.since, holder.job_id))
         self._preemptions_tried = 0
+        self._unable = dict[tuple[object, ...], tuple[Reason, str] | None]()
 
     def device_of(self, job: WaitingJob) -> str:
         if self._capacity is None:
@@ -191,9 +192,25 @@ class _AdmissionRound:
         return device_of(job.device, job.accelerators, self._capacity, accelerator_type=job.accelerator_type)
 
     def unable(self, job: WaitingJob) -> Wait | None:
-        """The Wait of a job that cannot start whoever else ends; None where it can."""
+        """The Wait of a job that cannot start whoever else ends; None where it can. To be asked before anything starts: of
+        thousands of waiting jobs most are alike, and have one answer."""
         if job.not_before is not None and self._now < job.not_before:
             return Wait(job.id, Reason.BACKING_OFF, "waits a little before the next attempt")
+        demand = (
+            job.queue,
+            job.project,
+            job.accelerators,
+            job.device,
+            job.accelerator_type,
+            job.patient,
+            job.began,
+        )
+        if demand not in self._unable:
+            self._unable[demand] = self._why_unable(job)
+        why = self._unable[demand]
+        return None if why is None else Wait(job.id, *why)
+
+    def _why_unable(self, job: WaitingJob) -> tuple[Reason, str] | None:
         for scope in job.quota_scopes:
             quota = self._quotas.get(scope)
             if quota is not None and job.accelerators > quota:
@@ -206,28 +223,31 @@ class _AdmissionRound:
                     f"needs {job.accelerators} accelerators; the quota of {_scope_text(scope)} is {quota}: "
                     f"raise it {raised}, or submit to another queue or with fewer resources.meshes"
                 )
-                return Wait(job.id, Reason.WAITS_FOR_QUOTA, message)
+                return Reason.WAITS_FOR_QUOTA, message
         if self._capacity is None:
             if message := self._quota_is_short(job):
-                return Wait(job.id, Reason.WAITS_FOR_QUOTA, message)
-            message = f"waits for the Ray cluster{self._cluster_name}, which does not answer"
-            return Wait(job.id, Reason.WAITS_FOR_CLUSTER, message)
+                return Reason.WAITS_FOR_QUOTA, message
+            return (
+                Reason.WAITS_FOR_CLUSTER,
+                f"waits for the Ray cluster{self._cluster_name}, which does not answer",
+            )
         device, pools = self.device_of(job), self._pools_for(job)
         if job.accelerators > (total := max((pool.total for pool in pools), default=0)):
             wanted = f"{job.accelerators} accelerators of {resource_text(device, job.accelerator_type)}"
             have = f"nodes of the cluster{self._cluster_name} that take work have {total}"
             if job.patient:
-                message = f"waits for {wanted}; {have}{_PATIENT}{self._left_out(job)}"
-                return Wait(job.id, Reason.WAITS_FOR_ACCELERATORS, message)
+                return (
+                    Reason.WAITS_FOR_ACCELERATORS,
+                    f"waits for {wanted}; {have}{_PATIENT}{self._left_out(job)}",
+                )
             if any(job.accelerators <= pool.capacity.in_all(device) for pool in pools):
-                message = f"needs {wanted}; {have}{self._left_out(job)}"
-                return Wait(job.id, Reason.WAITS_FOR_ACCELERATORS, message)
+                return Reason.WAITS_FOR_ACCELERATORS, f"needs {wanted}; {have}{self._left_out(job)}"
             types = Counter[str | None]()
             for pool in itertools.chain.from_iterable(self._devices.values()):
                 if pool.device == device or (job.accelerator_type and pool.accelerator_type):
                     types[pool.accelerator_type] += pool.total
             message = _too_small_message(job, device, total, self._cluster_name, types)
-            return Wait(job.id, Reason.CLUSTER_TOO_SMALL, message)
+            return Reason.CLUSTER_TOO_SMALL, message
         return None
 
     def fitted(self, job: WaitingJob) -> WaitingJob:

@@ -439,11 +439,13 @@ class FailJob:
 
 @dataclass(frozen=True)
 class FailedAttempt:
-    """An attempt's failure, and the last step that was reported before it; None before the first."""
+    """An attempt's failure, the last step that its job had reported before it, and the first that the attempt reported;
+    None before the first."""
 
     reason: str
     message: str = ""
     step: int | None = None
+    first_step: int | None = None
 
     def is_the_same(self, other: FailedAttempt) -> bool:
         """True where both say the same of the same step, but for numbers and addresses."""
@@ -452,6 +454,31 @@ class FailedAttempt:
     @property
     def _kind(self) -> tuple[str, str]:
         return self.reason, _NUMBERS.sub("#", self.message)
+
+
+def without_made_good(failures: Sequence[FailedAttempt]) -> list[FailedAttempt]:
+    """The failures, in their order, but those of the infrastructure that a later attempt made good: it went on from a
+    further step than the failed one, so something of that was kept, and past the step where the job failed.
+
+    Of an attempt without a step it is not known where it would have gone on: at the furthest where the next one did.
+    """
+    counted: list[FailedAttempt] = []
+    later: list[tuple[int, int]] = []
+    """First step, and step at its end, of each later attempt that had steps."""
+    for failure in reversed(failures):
+        went_on_from = (
+            failure.first_step if failure.first_step is not None else later[-1][0] if later else None
+        )
+        failed_at = -1 if failure.step is None else failure.step
+        lost_process = cause_of(failure.reason) is Cause.INFRASTRUCTURE
+        made_good = went_on_from is not None and any(
+            first > went_on_from and last > failed_at for first, last in later
+        )
+        if not (lost_process and made_good):
+            counted.append(failure)
+        if failure.first_step is not None:
+            later.append((failure.first_step, failed_at))
+    return counted[::-1]
 
 
 _NUMBERS = re.compile(r"0x[0-9a-f]+|[0-9]+")

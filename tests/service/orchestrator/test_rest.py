@@ -54,7 +54,7 @@ async def test_rounds_leave_most_of_the_time_however_often_they_are_woken(
     assert all(took_s < 0.5 * (took_s + rest_s) for took_s, rest_s in zip(rounds_s, rests_s, strict=True))
 
 
-async def test_a_rest_is_kept_when_somebody_wakes_the_orchestrator_and_ends_with_it(
+async def test_a_rest_is_kept_when_somebody_wakes_the_orchestrator_and_ends_with_it_or_for_what_is_urgent(
     orchestrator: Orchestrator, monkeypatch: pytest.MonkeyPatch
 ):
     rounds = []
@@ -70,6 +70,8 @@ async def test_a_rest_is_kept_when_somebody_wakes_the_orchestrator_and_ends_with
         orchestrator.wake()
         await asyncio.sleep(0)
     assert rounds == [0]
+    orchestrator.wake_at_once()
+    await until_async(lambda: rounds == [0, 1])
     orchestrator.stop()
     async with asyncio.timeout(30):
         await running

@@ -137,10 +137,10 @@ async def test_the_end_of_a_check_wakes_the_orchestrator_and_the_job_starts_in_t
     job_id = await world.submit()
     await world.until_checks(1)
     check = world.checks[0]
-    world.orchestrator._wake.clear()
+    world.orchestrator._urgent.clear()
     world.cluster.logs[check] = f"{CHECK_RESULT_MARK}{json.dumps(to_json(PASSED))}\n"
     world.cluster.states[check] = RayJob(RayState.SUCCEEDED)
-    await asyncio.wait_for(world.orchestrator._wake.wait(), 30)
+    await asyncio.wait_for(world.orchestrator._urgent.wait(), 30)
     await world.rounds(1)
     assert (await world.job(job_id)).attempts_made == 1
 

@@ -247,6 +247,24 @@ async def test_an_attempt_that_did_not_fail_counts_against_nobody(one: Store):
     assert await one.fail(await one.attempt(), Reason.NAN_LOSS) == "FAILED"
 
 
+async def test_losses_of_attempts_that_get_further_by_copies_neither_end_the_job_nor_lengthen_its_pauses(
+    one: Store,
+):
+    """Of a job with two retries, and without a checkpoint: each attempt goes on 4 steps before the end of the last."""
+    for first in (1, 7, 13, 19, 25):
+        attempt = await one.attempt()
+        steps = [step(number) for number in range(first, first + 10)]
+        await one.report(attempt, 1, state=AttemptState.RUNNING, steps=steps[:3])
+        await one.report(attempt, 2, steps=steps[3:])
+        assert (await one.of(attempt)).first_step == first
+        assert await one.fail(attempt) == "RECOVERING"
+        job = await one.job()
+        assert job.not_before == AT
+        assert "retry 1 of 2 at once" in job.message
+    states = [await one.fail(await one.attempt()) for _ in range(2)]
+    assert states == ["RECOVERING", "FAILED"], "these had no step"
+
+
 @pytest.mark.parametrize(("step", "state"), [(10, "FAILED"), (11, "RECOVERING")])
 async def test_only_a_newer_checkpoint_makes_good_what_was_lost_before(one: Store, step: int, state: str):
     first = await one.attempt()

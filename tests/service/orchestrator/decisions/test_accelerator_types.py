@@ -22,6 +22,7 @@ from service.orchestrator.decisions.attempt_lifecycle import (
     WaitingJob,
     device_of,
 )
+from service.spec.principals import ProjectQueue
 from worker.contract.reasons import Reason
 
 RULES = QueueRules(preempts=True, grace_s=10.0, patience_s=1e9)
@@ -263,6 +264,44 @@ def test_no_type_is_given_out_twice_and_no_job_gets_another_than_it_asks_for(sna
             assert asked[answer.job_id] in (None, answer.accelerator_type)
     assert max(taken.values()) <= 8 and set(taken) == {"A100", "H100"}
     assert {answer.job_id for answer in answers if not isinstance(answer, Preempt)} == set(asked)
+
+
+_FIELDS: dict[str, Sequence[Any]] = {
+    "accelerators": (2, 5, 7, 12),
+    "queue": ("q", "r"),
+    "project": ("p", "default"),
+    "device": ("cuda", "cpu", "auto"),
+    "accelerator_type": (None, "H100", "V100"),
+    "patient": (False, True),
+    "began": (False, True),
+    "not_before": (None, 101.0),
+}
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    st.fixed_dictionaries({name: st.sampled_from(values) for name, values in _FIELDS.items()}),
+    st.sampled_from(
+        [None, cluster(H100=8), cluster(A100=4, H100=8), cluster({"H100": 4}, H100=8, none=2)],
+    ),
+)
+def test_why_a_job_cannot_start_at_all_does_not_depend_on_who_else_waits(
+    fields: dict[str, Any], on: Capacity | None
+):
+    """Among those that differ from a job in one field."""
+    waiting = [fields, *({**fields, name: value} for name, values in _FIELDS.items() for value in values)]
+    named = [job(f"j{number}", **each) for number, each in enumerate(waiting)]
+    quotas = {"q": 6, ProjectQueue("p", "r"): 3}
+
+    def answers_to(waiting: Sequence[WaitingJob]) -> dict[str, Start | Wait]:
+        answers = admit(waiting, [], capacity=on, quotas=quotas, now=100.0, rules=RULES)
+        return {answer.job_id: answer for answer in answers if not isinstance(answer, Preempt)}
+
+    together = answers_to(named)
+    for each in named:
+        alone = answers_to([each])[each.id]
+        if isinstance(alone, Wait):
+            assert together[each.id] == alone
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

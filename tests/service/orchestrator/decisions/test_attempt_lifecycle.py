@@ -28,6 +28,7 @@ from service.orchestrator.decisions.attempt_lifecycle import (
     WatchLimits,
     after_failure,
     decide_attempt,
+    without_made_good,
 )
 from service.spec.job import RetrySection
 from service.spec.states import AttemptState
@@ -431,6 +432,33 @@ def test_what_failed_within_an_attempt_in_the_same_words_at_the_same_step_is_not
     ):
         assert isinstance(after_failures(disk, other), TryAgain), other
         assert isinstance(after_failures(disk, other, again), TryAgain), other
+
+
+def lost(first: int | None, last: int | None, reason: str = "WORKER_LOST") -> FailedAttempt:
+    return FailedAttempt(reason, f"gone behind {last}", last, first)
+
+
+@pytest.mark.parametrize(
+    ("failures", "counted"),
+    [
+        ([lost(1, 30), lost(26, 41), lost(36, 50)], [2]),  # each went on from a copy of the one before
+        ([lost(1, 30), lost(1, 41), lost(1, 50)], [0, 1, 2]),  # further, but of nothing that was kept
+        ([lost(1, 30), lost(26, 30), lost(26, 30)], [0, 1, 2]),  # from a copy, and no step further
+        ([lost(1, 30), lost(26, 30), lost(26, 31)], [1, 2]),
+        ([lost(1, 60), lost(26, 40), lost(36, 50)], [0, 2]),  # the first got furthest
+        ([lost(1, 30), lost(None, 30), lost(26, 45)], [1, 2]),  # the second may have gone on from 26 as well
+        ([lost(1, 30), lost(None, 30), lost(26, 45), lost(41, 52)], [3]),
+        ([lost(None, None), lost(None, None), lost(1, 5)], [0, 1, 2]),
+        ([lost(1, 30), lost(26, 41), lost(None, 41)], [1, 2]),  # the last had no step yet
+        ([lost(1, 30, "NAN_LOSS"), lost(1, 30, "PREEMPTED"), lost(26, 41)], [0, 1, 2]),
+        ([lost(1, 30), lost(26, 41, "PREEMPTED"), lost(36, 50, "NAN_LOSS")], [1, 2]),
+        ([], []),
+    ],
+)
+def test_a_failure_counts_until_a_later_attempt_goes_on_from_further_and_past_it(
+    failures: list[FailedAttempt], counted: list[int]
+):
+    assert without_made_good(failures) == [failures[index] for index in counted]
 
 
 @pytest.mark.parametrize(
