@@ -26,8 +26,7 @@ from service.jobs.service import RunWork, Service, with_fields
 from service.jobs.views import checkpoint_view
 from service.observability.tracing import Span, attempt_context, exporting, record_span
 from service.orchestrator.attempts import outcome
-from service.orchestrator.attempts.hand_over import hand_over
-from service.orchestrator.attempts.outcome import check_current, end_attempt
+from service.orchestrator.attempts.outcome import check_current, end_attempt, hand_over
 from service.orchestrator.planning.pool import PlanTimeoutError
 from service.orchestrator.planning.work import RunningJob
 from service.scheduler.node_placement import (

@@ -6,8 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from service.orchestrator.attempts.hand_over import hand_over
-from service.orchestrator.attempts.outcome import StaleAttemptError, request_graceful_stop
+from service.orchestrator.attempts.outcome import StaleAttemptError, hand_over, request_graceful_stop
 from service.orchestrator.decisions.attempt_lifecycle import RayJob, RayState
 from service.orchestrator.ray.driver_logs import LogReader
 from service.orchestrator.ray.jobs_api import ResourceUse
