@@ -364,7 +364,8 @@ async def hand_over(
     again. None where the job is admitted anew, or does not go on.
 
     Its job does not wait, and its accelerators are never free in between. Ray has the driver, and what it holds, under the
-    id of that driver's first attempt. `cluster` is that of the job's queue by the settings, `left_out` are Ray's ids of the nodes that take no work.
+    id of that driver's first attempt. `cluster` is that of the job's queue by the settings, `left_out` are Ray's ids of the
+    nodes that take no work.
     """
     attempt, job = await lock_attempt(session, attempt_id)
     if (given := await _given(session, attempt, job)) is not None:
