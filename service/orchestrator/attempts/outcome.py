@@ -357,39 +357,15 @@ def _failure_of(attempt: AttemptRow) -> FailedAttempt:
     )
 
 
-def attempt_deadline(attempt: AttemptRow, job: JobRow) -> float | None:
-    """Unix time at which the attempt has used up its job's max_duration; None where that has no limit."""
-    if job.max_duration_s is None:
-        return None
-    return attempt.created_at.timestamp() + max(job.max_duration_s - job.held_s, 0.0)
-
-
-async def request_graceful_stop(
-    session: AsyncSession, attempt_id: str, reason: Reason, message: str, *, at: datetime
-) -> bool:
-    """Ask the attempt to save a checkpoint and end; False where it is over, or ends already."""
-    attempt, job = await lock_attempt(session, attempt_id)
-    if attempt.attempt_state.final or job.current_attempt != attempt_id:
-        return False
-    if attempt.end_asked_at is not None or job.job_state is JobState.CANCELLING:
-        return False
-    attempt.end_asked_at, attempt.end_asked_for = at, reason
-    job.reason, job.message = reason, f"{message}; saves a checkpoint and ends"
-    add_event(session, job, "ending", job.message, at=at, attempt=attempt.number)
-    return True
-
-
 async def hand_over(
     session: AsyncSession, attempt_id: str, *, cluster: str | None, left_out: Collection[str], at: datetime
 ) -> AttemptRow | None:
-    """The next attempt of a job that lost a worker, for the driver of `attempt_id`, which has just ended and has the other
-    workers still: the same one where the driver asks again. None where the job is admitted anew, or does not go on.
+    """The next attempt of the job, for the driver of `attempt_id`, which has just ended: the same one where the driver asks
+    again. None where the job is admitted anew, or does not go on.
 
-    It is created in the session that ends the last one: the job does not wait, and its accelerators are never free in
-    between. Number, token, fencing and budgets of retries are those of any attempt. Ray has the driver, and what it holds,
-    under the id of that driver's first attempt (AttemptRow.driver_id).
-
-    `cluster` is that of the job's queue by the settings, `left_out` are Ray's ids of the nodes that take no work.
+    Its job does not wait, and its accelerators are never free in between. Ray has the driver, and what it holds, under the
+    id of that driver's first attempt. `cluster` is that of the job's queue by the settings, `left_out` are Ray's ids of the
+    nodes that take no work.
     """
     attempt, job = await lock_attempt(session, attempt_id)
     if (given := await _given(session, attempt, job)) is not None:
@@ -444,3 +420,25 @@ def _is_retried_at_once(attempt: AttemptRow, job: JobRow, at: datetime) -> bool:
         and not stops
         and not waits
     )
+
+
+def attempt_deadline(attempt: AttemptRow, job: JobRow) -> float | None:
+    """Unix time at which the attempt has used up its job's max_duration; None where that has no limit."""
+    if job.max_duration_s is None:
+        return None
+    return attempt.created_at.timestamp() + max(job.max_duration_s - job.held_s, 0.0)
+
+
+async def request_graceful_stop(
+    session: AsyncSession, attempt_id: str, reason: Reason, message: str, *, at: datetime
+) -> bool:
+    """Ask the attempt to save a checkpoint and end; False where it is over, or ends already."""
+    attempt, job = await lock_attempt(session, attempt_id)
+    if attempt.attempt_state.final or job.current_attempt != attempt_id:
+        return False
+    if attempt.end_asked_at is not None or job.job_state is JobState.CANCELLING:
+        return False
+    attempt.end_asked_at, attempt.end_asked_for = at, reason
+    job.reason, job.message = reason, f"{message}; saves a checkpoint and ends"
+    add_event(session, job, "ending", job.message, at=at, attempt=attempt.number)
+    return True
