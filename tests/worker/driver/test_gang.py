@@ -42,7 +42,7 @@ class Sleeper:
     def start_over(self) -> None:
         if self.starts_over_in_s < 0:
             raise RuntimeError("the process still holds Engine")
-        self.sleep(self.starts_over_in_s)
+        threading.Event().wait(self.starts_over_in_s)  # is busy with what is left
 
     def starts_over_in(self, seconds: float) -> None:
         """Seconds that it takes; below 0 it cannot."""
