@@ -88,6 +88,8 @@ def run_attempt(
             tracking.prepare(job.tracking)
             if earlier is None:
                 address = os.environ.get("SLOTLINE_DRIVER_RAY_ADDRESS")  # None: the cluster that Ray finds
+                # Ray would log the answer of each call that was given up, behind a failure that has been named
+                os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
                 ray.init(address, log_to_driver=True, logging_level=logging.WARNING)
                 termination.listen()  # ray.init puts a handler of its own in place
             reporter.metrics_endpoint(_serve_metrics(metrics))

@@ -470,11 +470,11 @@ def without_made_good(failures: Sequence[FailedAttempt]) -> list[FailedAttempt]:
             failure.first_step if failure.first_step is not None else later[-1][0] if later else None
         )
         failed_at = -1 if failure.step is None else failure.step
-        lost_process = cause_of(failure.reason) is Cause.INFRASTRUCTURE
+        is_nobodys_fault = cause_of(failure.reason) is Cause.INFRASTRUCTURE
         made_good = went_on_from is not None and any(
             first > went_on_from and last > failed_at for first, last in later
         )
-        if not (lost_process and made_good):
+        if not (is_nobodys_fault and made_good):
             counted.append(failure)
         if failure.first_step is not None:
             later.append((failure.first_step, failed_at))

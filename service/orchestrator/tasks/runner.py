@@ -308,7 +308,7 @@ async def run_ray_task(
 
 
 async def _wait_until_ended(cluster: Cluster, run_id: str, deadline: float, start_deadline: float) -> None:
-    run, pause_s = None, _FIRST_POLL_S
+    run, pause_s = None, min(_FIRST_POLL_S, TASK_POLL_S)
     while (now := time.monotonic()) < deadline:
         with contextlib.suppress(ClusterUnreachableError):
             run = await cluster.job(run_id)
@@ -316,8 +316,8 @@ async def _wait_until_ended(cluster: Cluster, run_id: str, deadline: float, star
             return
         if run is not None and run.state is RayState.PENDING and now >= start_deadline:
             break
-        await asyncio.sleep(min(pause_s, TASK_POLL_S, max(0.0, deadline - time.monotonic())))
-        pause_s *= 1.1
+        await asyncio.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
+        pause_s = min(pause_s * 1.1, TASK_POLL_S)
     began = run is None or run.state is not RayState.PENDING
     raise TaskTimeoutError(began, "" if run is None else str(run))
 

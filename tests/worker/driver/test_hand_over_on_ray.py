@@ -22,6 +22,7 @@ from tests.worker.driver.resident import AS_OTHERS
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 STEPS = 30
 MESHES = 3
+LOG = "drivers.log"
 PROFILES = {}
 """What the first of these attempts measured, for all."""
 
@@ -84,9 +85,10 @@ def cluster():
 
 
 @pytest.fixture
-def start(cluster):
-    """Starts drivers, (control plane, process) of a job each, and ends them."""
+def start(cluster, tmp_path):
+    """Starts drivers, (control plane, process) of a job each, whose log is LOG, and ends them."""
     started = []
+    log = (tmp_path / LOG).open("ab")
 
     def begin(spec, limit=9):
         given = {"job_id": "job", "number": 1, "job": spec, "device": "cpu", "resume": None, "checked": True}
@@ -99,7 +101,9 @@ def start(cluster):
             "SLOTLINE_DRIVER_RAY_ADDRESS": cluster,
             "SLOTLINE_LIMIT_LINGER_S": "0",
         }
-        started.append((plane, subprocess.Popen([sys.executable, "-m", "worker.driver"], env=environment)))
+        command = [sys.executable, "-m", "worker.driver"]
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        started.append((plane, process))
         return started[-1]
 
     yield begin
@@ -107,6 +111,8 @@ def start(cluster):
         process.kill()
         process.wait(60)
         plane.close()
+    log.close()
+    print((tmp_path / LOG).read_text(errors="replace"))
 
 
 def spec(folder):
@@ -164,6 +170,7 @@ def test_the_workers_that_are_left_go_on_in_their_processes_with_the_losses_of_a
     assert plane.states == ["RUNNING", "FAILED", "RUNNING", "FAILED", "RUNNING", "SUCCEEDED"]
     assert [report["sequence"] for report in plane.reports_of(2)][:2] == [1, 2], "each attempt counts its own"
     assert plane.token != "secret"
+    assert "Unhandled error" not in (tmp_path / LOG).read_text(), "of calls that nobody waits for any more"
     assert_nothing_held()
 
 
