@@ -419,6 +419,8 @@ class JobModel:
 
         `workers`: the data-parallel size of a mesh of another size, for whose rows (`sample`) it is traced now.
         """
+        if workers is None and self._graph_received:
+            return self.sent_graph
         evaluates, evaluated = self._job.evaluation is not None, None
         shorter = self.traced_shorter(examples)
         if workers is None:
