@@ -41,7 +41,7 @@ from service.spec.states import NodeMark, mark_in_force
 from service.spec.values import storable_text
 from service.store.attempts import active_attempts, attempts_with_metrics, placements_of
 from service.store.database import utc_now
-from service.store.jobs import WaitingGroup, heterogeneous_mesh_sizes, waiting_front
+from service.store.jobs import WaitingGroup, specified_mesh_sizes, waiting_front
 from service.store.node_states import node_marks, set_node_mark
 from service.store.queues import effective_quotas, reset_quota, set_quota
 from service.store.tables import AttemptRow, JobRow, PlacedMeshRow
@@ -60,7 +60,7 @@ async def read_clusters(
     these `projects`, or all; the numbers are of all."""
     async with service.database.read() as session:
         active = await active_attempts(session)
-        heterogeneous = await heterogeneous_mesh_sizes(
+        specified = await specified_mesh_sizes(
             session, [job.id for _, job in active if not job.workers_per_mesh]
         )
         placements = await placements_of(session, [attempt.id for attempt, _ in active])
@@ -100,7 +100,7 @@ async def read_clusters(
                 attempt=attempt.number,
                 device=attempt.device,
                 cluster=attempt.cluster,
-                **_gang_meshes(attempt.accelerators, job.workers_per_mesh, heterogeneous.get(job.id)),
+                **_gang_meshes(attempt.accelerators, job.workers_per_mesh, specified.get(job.id)),
             )
             for attempt, job in shown
         ],
@@ -269,9 +269,9 @@ def _accelerator_views(
     ]
 
 
-def _gang_meshes(accelerators: int, workers_per_mesh: int, heterogeneous: list[int] | None) -> dict[str, Any]:
-    """A gang's meshes and their workers; `heterogeneous` holds the sizes of meshes that differ."""
-    sizes = heterogeneous or [workers_per_mesh] * (accelerators // max(workers_per_mesh, 1))
+def _gang_meshes(accelerators: int, workers_per_mesh: int, specified: list[int] | None) -> dict[str, Any]:
+    """A gang's meshes and their workers; `specified` holds their sizes where accelerators do not say them."""
+    sizes = specified or [workers_per_mesh] * (accelerators // max(workers_per_mesh, 1))
     return {"meshes": len(sizes), "workers_per_mesh": max(sizes, default=1), "workers": sizes}
 
 

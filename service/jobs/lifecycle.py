@@ -12,7 +12,7 @@ from service.jobs.problems import ProblemCode, ProblemError, field_problem
 from service.jobs.service import Service
 from service.jobs.submit import check_admitted, check_queue
 from service.jobs.views import current_view, view_in
-from service.orchestrator.attempts.admit import elastic_sizes
+from service.orchestrator.attempts.admit import gang_sizes
 from service.orchestrator.attempts.outcome import request_graceful_stop
 from service.schemas.jobs import JobChange, JobView
 from service.spec.job import JobSpec
@@ -105,8 +105,8 @@ async def _change_meshes(
         )
     if not set_meshes(session, job, spec, at=utc_now(), by=caller.name) or not trains:
         return
-    sizes = elastic_sizes(job) or [job.accelerators]
-    if attempt.accelerators not in sizes:
+    sizes = gang_sizes(job) or [job.accelerators]
+    if attempt.accelerators not in sizes or spec.resources.spares:
         message = f"goes on with other meshes than its {attempt.accelerators} accelerators have"
         await request_graceful_stop(session, attempt.id, Reason.RESIZED, message, at=utc_now())
 

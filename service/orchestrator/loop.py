@@ -221,7 +221,7 @@ class Orchestrator:
             held = self._checks.held(unchecked)
             self._spawn(self._checks.look(unchecked))
             waiting = [job for job in waiting if job.id not in held]
-        elastic = any(job.fewest_accelerators is not None for _, job in active)
+        elastic = any(job.is_elastic for _, job in active)
         if waiting or elastic or not self.autoscaling.is_idle:
             await self._admission.admit(
                 waiting, active, marks, grows=not held

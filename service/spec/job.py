@@ -710,22 +710,26 @@ class JobSpec(SpecPart):
 
     @property
     def accelerators(self) -> int:
-        """Number of accelerators of the whole gang; of an elastic job the most."""
-        return sum(self.mesh_sizes)
+        """Number of accelerators of the whole gang with its spares; of an elastic job the most."""
+        return sum(self.mesh_sizes) + self.resources.spares
 
     @property
     def fewest_accelerators(self) -> int:
-        """Number of accelerators with which it trains at least."""
+        """Number of accelerators with which it trains at least: those of its fewest meshes, without spares."""
         fewest = self.resources.fewest_meshes
-        return self.accelerators if fewest is None else fewest * self.resources.workers_per_mesh
+        return sum(self.mesh_sizes) if fewest is None else fewest * self.resources.workers_per_mesh
 
 
 def spec_with_meshes(spec: Mapping[str, Any], accelerators: int) -> dict[str, Any]:
-    """The stored specification as a job of just so many accelerators has it: that of an attempt, of an elastic job or one
-    whose meshes were changed since."""
+    """The stored specification as a job of just so many accelerators has it: that of an attempt, of an elastic job, one with
+    spares or one whose meshes were changed since."""
     resources = spec.get("resources")
     if not isinstance(resources, Mapping) or "workers_per_mesh" not in resources:
         return dict(spec)  # stored by another version
+    if resources.get("spares"):
+        gang = sum(resources.get("workers") or [resources["workers_per_mesh"]] * (resources["meshes"] or 1))
+        spares = min(max(accelerators - gang, 0), resources["spares"])
+        return {**spec, "resources": {**resources, "spares": spares}}
     if resources.get("workers") or resources.get("tensors"):
         return dict(spec)
     meshes = accelerators // resources["workers_per_mesh"]

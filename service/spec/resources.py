@@ -320,6 +320,10 @@ class ResourcesSection(SpecPart):
         default=None,
         description="The accelerator type of its nodes, as Ray names it (H100, A100-80G, ...); null: any, all of one type",
     )
+    spares: Annotated[int, Field(ge=0, le=64)] = Field(
+        default=0,
+        description="Accelerators, beside those of the meshes, whose processes wait to take the place of lost workers",
+    )
     memory_per_worker: MemoryPerWorker = Field(
         default="auto",
         description="Bytes that the plan of one worker may use; auto: the free memory of its accelerator, less a margin",
@@ -343,6 +347,10 @@ class ResourcesSection(SpecPart):
         check_tensor_parallel(self.mesh_sizes, self.mesh_tensors, self.tensor_plan)
         if self.fewest_meshes is not None:
             check_mesh_range(self.fewest_meshes, self.meshes, heterogeneous=self.heterogeneous)
+            if self.spares:
+                raise ValueError(
+                    f"spares is {self.spares} and meshes a range, which goes on with fewer: give one of both"
+                )
         return self
 
     @property

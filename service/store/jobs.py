@@ -98,11 +98,16 @@ def set_meshes(
         return False
     job.spec = changed
     job.accelerators = spec.accelerators
-    job.fewest_accelerators = None if spec.resources.fewest_meshes is None else spec.fewest_accelerators
+    job.fewest_accelerators = _fewest_accelerators(spec)
     message = f"meshes {before} become {after}"
     add_event(session, job, "changed", message, at=at, by=by)
     add_audit(session, by, "job.change", job.id, at=at, detail=message)
     return True
+
+
+def _fewest_accelerators(spec: JobSpec) -> int | None:
+    fewest = spec.fewest_accelerators
+    return fewest if fewest < spec.accelerators else None
 
 
 def _meshes_text(spec: Mapping[str, Any]) -> str:
@@ -230,9 +235,11 @@ def _queued_job(new: NewJob) -> JobRow:
         queue=spec.queue,
         priority=spec.priority,
         accelerators=spec.accelerators,
-        fewest_accelerators=None if spec.resources.fewest_meshes is None else spec.fewest_accelerators,
+        fewest_accelerators=_fewest_accelerators(spec),
         accelerator_type=spec.resources.accelerator,
-        workers_per_mesh=0 if spec.resources.workers else spec.resources.workers_per_mesh,
+        workers_per_mesh=0
+        if spec.resources.workers or spec.resources.spares
+        else spec.resources.workers_per_mesh,
         device=spec.resources.device,
         steps_wanted=spec.training.steps,
         spec=spec.model_dump(mode="json"),
@@ -371,6 +378,11 @@ class WaitingRow(NamedTuple):
         """The cluster of its attempts and checkpoints; None before the first attempt."""
         return cluster_of_attempts(self.cluster, self.attempts_made)
 
+    @property
+    def is_elastic(self) -> bool:
+        """True where its number of meshes may change."""
+        return self.fewest_accelerators is not None and self.workers_per_mesh > 0
+
 
 _ROWS_AT_ONCE = 250
 
@@ -457,12 +469,15 @@ async def waiting_front(session: AsyncSession, limit: int) -> tuple[list[JobRow]
     return list((await session.scalars(front)).all()), list(groups.values())
 
 
-async def heterogeneous_mesh_sizes(session: AsyncSession, job_ids: Sequence[str]) -> dict[str, list[int]]:
-    """Numbers of workers of each mesh, by job, for the jobs with heterogeneous meshes."""
+async def specified_mesh_sizes(session: AsyncSession, job_ids: Sequence[str]) -> dict[str, list[int]]:
+    """Numbers of workers of each mesh, by job, as the specifications of these jobs have them."""
     if not job_ids:
         return {}
-    query = select(JobRow.id, JobRow.spec["resources"]["workers"]).where(JobRow.id.in_(job_ids))
-    return {job_id: sizes for job_id, sizes in (await session.execute(query)).all() if sizes}
+    query = select(JobRow.id, JobRow.spec["resources"]).where(JobRow.id.in_(job_ids))
+    return {
+        job_id: resources.get("workers") or [resources["workers_per_mesh"]] * (resources["meshes"] or 1)
+        for job_id, resources in (await session.execute(query)).all()
+    }
 
 
 async def cancel_job(

@@ -79,16 +79,16 @@ class JobRow(Base):
     queue: Mapped[str] = mapped_column(String(100))
     priority: Mapped[int]
     accelerators: Mapped[int]
-    """Of its whole gang; of an elastic job the most."""
+    """Of its whole gang with its spares; of an elastic job the most."""
     fewest_accelerators: Mapped[int | None]
-    """With which an elastic job trains at least; None for others."""
+    """With which an elastic job, or one with spares, trains at least; None for others."""
     last_accelerators: Mapped[int | None]
     """Of its last attempt."""
     accelerator_type: Mapped[str | None] = mapped_column(String(100))
     """The type that it asks for; None: any."""
     patient_until: Mapped[datetime | None]
     """Until when an elastic job waits for as many accelerators as its last attempt had."""
-    # 0: heterogeneous meshes; the specification has the number of each
+    # 0: with heterogeneous meshes or spares; the specification has the number of each
     workers_per_mesh: Mapped[int] = mapped_column(default=1, server_default="1")
     device: Mapped[str] = mapped_column(String(10))
     """The device of the specification; the first attempt replaces `auto` by its own, which later attempts use too."""
@@ -160,6 +160,11 @@ class JobRow(Base):
     def began_on(self) -> str | None:
         """The cluster of its attempts and checkpoints; None before the first attempt."""
         return cluster_of_attempts(self.cluster, self.attempts_made)
+
+    @property
+    def is_elastic(self) -> bool:
+        """True where its number of meshes may change."""
+        return self.fewest_accelerators is not None and self.workers_per_mesh > 0
 
     @property
     def job_state(self) -> JobState:

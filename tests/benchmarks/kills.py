@@ -6,7 +6,7 @@ trains or, one time in four, while it still recovers. Every step has to stand in
 bit. Exit status 1 where that is not so.
 
 With `--copies N` two more jobs do the same with copies in host memory every N steps, and those left alone take turns, in
-which the cost of copies shows.
+which the cost of copies shows. With `--spares N` jobs have so many spares, of which none is killed.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=3, help="runs left alone, of each kind")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only-workers", action="store_true", help="kill no driver")
+    parser.add_argument("--spares", type=int, default=0, help="accelerators that wait to take over")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
@@ -71,10 +72,10 @@ def main() -> int:
             directory=place,
             port=free_ports(1)[0],
             log=place / "log",
-            environment={"SLOTLINE_LOCAL_WORKERS": f"{MESHES}"},
+            environment={"SLOTLINE_LOCAL_WORKERS": f"{MESHES + options.spares}"},
         )
         with server, Client(server.url) as client:
-            site = Site(server, client)
+            site = Site(server, client, options.spares)
             alone = Runs(site, options.steps, options.every, place)
             expected = site.record(alone.ended("alone"))
             status = 0
@@ -122,6 +123,7 @@ class Site:
 
     server: LocalServer
     client: Client
+    spares: int
 
     def submit(self, name: str, steps: int, every: int, place: Path, copies: int | None = None) -> str:
         """Submit the demo's GPT; returns its id. Its order is fixed: sums in another order round apart."""
@@ -129,7 +131,7 @@ class Site:
             "name": name,
             "training": GPT_JOB["training"] | {"steps": steps},
             "pipeline": {"stages": MESHES, "schedule": "1f1b", "replan": "off"},
-            "resources": {"meshes": MESHES, "device": "cpu"},
+            "resources": {"meshes": MESHES, "spares": self.spares, "device": "cpu"},
             "checkpoint": {
                 "uri": str(place / "checkpoints"),
                 "every_steps": every,
@@ -168,8 +170,8 @@ class Site:
                 kill.lost = max(0, kill.reached - begins.get(following, 0))
 
     def workers(self) -> list[psutil.Process]:
-        """The training actors of this server's Ray."""
-        return self._actors("Worker")
+        """The training actors of this server's Ray, without spares, which are started last."""
+        return sorted(self._actors("Worker"), key=psutil.Process.create_time)[:MESHES]
 
     def left(self) -> int:
         """The actors of jobs, and keepers of their copies, that are there a while behind their end."""

@@ -32,7 +32,7 @@ def copying(name: str, folder, **changes):
 def test_a_job_goes_on_from_its_copies_and_its_keepers_end_when_it_fails_or_is_cancelled(
     server, ray_head, tmp_path
 ):
-    job_id = server.submit(copying("gpt-copied", tmp_path, retry={"infrastructure": 1}))
+    job_id = server.submit(copying("gpt-copied", tmp_path))
     until(lambda: server.job(job_id)["progress"]["step"] > 10, every_s=0.1)
     os.kill(ray_head.worker_pids()[1], signal.SIGKILL)
     until(lambda: len(server.job(job_id)["attempts"]) == 2, every_s=0.1)
@@ -45,14 +45,14 @@ def test_a_job_goes_on_from_its_copies_and_its_keepers_end_when_it_fails_or_is_c
     steps = [step["step"] for step in server.steps(job_id)]
     assert steps == list(range(1, len(steps) + 1))
     assert len(keepers(ray_head, job_id)) == 1
-    os.kill(ray_head.worker_pids()[0], signal.SIGKILL)
-    assert server.wait(job_id, {"FAILED"})["reason"] == "WORKER_LOST"
-    until(lambda: not keepers(ray_head, job_id), lambda: keepers(ray_head, job_id), every_s=0.3, limit_s=60)
+    server.client.post(f"/api/v1/jobs/{job_id}/cancel").raise_for_status()
+    server.wait(job_id)
+    until(lambda: not keepers(ray_head, job_id), lambda: keepers(ray_head, job_id), every_s=0.3)
 
-    cancelled = server.submit(copying("gpt-cancelled", tmp_path))
-    until(lambda: server.job(cancelled)["progress"]["step"] > 3, every_s=0.1)
-    assert len(keepers(ray_head, cancelled)) == 1
-    server.client.post(f"/api/v1/jobs/{cancelled}/cancel").raise_for_status()
-    server.wait(cancelled)
-    until(lambda: not keepers(ray_head, cancelled), lambda: keepers(ray_head, cancelled), every_s=0.3)
+    failing = server.submit(copying("gpt-failing", tmp_path, retry={"infrastructure": 0}))
+    until(lambda: server.job(failing)["progress"]["step"] > 3, every_s=0.1)
+    assert len(keepers(ray_head, failing)) == 1
+    os.kill(ray_head.worker_pids()[0], signal.SIGKILL)
+    assert server.wait(failing, {"FAILED"})["reason"] == "WORKER_LOST"
+    until(lambda: not keepers(ray_head, failing), lambda: keepers(ray_head, failing), every_s=0.3, limit_s=60)
     ray_head.assert_nothing_held()

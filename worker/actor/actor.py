@@ -30,6 +30,7 @@ from worker.machine.device import choose_device, use_tf32
 from worker.machine.health import check_accelerator
 from worker.machine.node import WorkerAddress, own_node_address
 from worker.machine.telemetry import PeakMemory
+from worker.model.factory import resolve
 from worker.model.rng import RngStates
 
 _THREADS_END_S = 3.0
@@ -64,6 +65,13 @@ class NewWorker(WorkerState):
     def set_environment(self, values: Mapping[str, str]) -> None:
         """Set environment variables of this process, before any code of the user runs."""
         os.environ.update(values)
+
+    def import_code(self) -> None:
+        """Import the modules of the job's factories, which a spare has then when it takes the place of a worker."""
+        job = self.job
+        for part in (job.model, job.data, job.loss, job.optimizer):
+            if part is not None:
+                resolve(part.factory)
 
     def check_accelerator(self) -> list[str]:
         """Notes on this worker's GPU. Raises AttemptFailure (ACCELERATOR_FAILED) where no job can trust it."""
@@ -129,6 +137,11 @@ class Worker:
         if isinstance(result, WorkerState):
             self._state, result = result, None
         return result
+
+    def take_place(self, mesh: str, worker: int) -> None:
+        """Be that worker, as if started for it; a spare has been none before."""
+        self._arguments |= {"mesh": mesh, "worker": worker}
+        self._state = NewWorker(**self._arguments)
 
     def start_over(self) -> None:
         """Be a NewWorker again, as in a new process, behind an attempt that lost other workers: only what depends on no

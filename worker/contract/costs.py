@@ -47,11 +47,13 @@ PROFILE_RESULT_MARK = "SLOTLINE_COSTS "
 def costs_digest(spec: Mapping[str, Any]) -> str:
     """A digest that is equal for jobs (JSON of JobSpecs) whose layers, links and memory cost the same.
 
-    What only planning and the steps read (stages, cut, schedule, microbatches, steps, seed) makes no difference.
+    What only planning and the steps read (stages, cut, schedule, microbatches, steps, seed) makes no difference, nor do
+    spares.
     """
     training = spec["training"]
     parts = {name: spec[name] for name in ("model", "data", "loss", "optimizer", "code", "resources")}
     parts["model"] = {name: value for name, value in spec["model"].items() if name != "weights"}
+    parts["resources"] = {name: value for name, value in spec["resources"].items() if name != "spares"}
     parts |= {name: spec[name] for name in ("env", "secrets") if spec.get(name)}
     parts["format"] = PROFILE_FORMAT
     parts["training"] = {

@@ -179,6 +179,7 @@ class Resources:
     `tensor_plan` (module-name patterns to styles, see worker/parallel/tensor/plans.py); `tensors` has that size for each
     mesh where it differs, and `tensor` is then the largest. `fewest_meshes` is of an elastic job that no attempt has taken
     up: an attempt's job has so many `meshes` as the attempt. The control plane places a gang on an `accelerator` type.
+    `spares` are accelerators beside those of the meshes, for lost workers.
     """
 
     meshes: int | None = None
@@ -192,6 +193,7 @@ class Resources:
     device: str = "auto"
     memory_per_worker: str | int = "auto"
     accelerator: str | None = None
+    spares: int = 0
 
 
 @dataclass(frozen=True)

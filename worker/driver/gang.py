@@ -17,8 +17,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 import ray
@@ -45,6 +47,7 @@ from worker.machine.node import (
     end_mps_clients,
     lost_nodes,
     offered_nodes,
+    spare_nodes,
 )
 
 log = logging.getLogger(__name__)
@@ -56,10 +59,14 @@ RESERVE_S = 20.0
 """After this time without its accelerators a placement is made anew: what seemed free was taken."""
 _PLACE_AGAIN_S = 1.0
 _NODE_ID_LABEL = "ray.io/node-id"
+_SPARE = "spare"
+"""In place of the mesh of a worker that has none."""
 KILL_GRACE_S = 3.0
 CAUSE_GRACE_S = 5.0
 START_OVER_S = 5.0
 """For the workers that are left, behind the loss of others, to be as new."""
+TAKE_PLACE_S = 2.0
+"""For a spare to take the place of a worker."""
 LOSS_GRACE_S = 0.5
 """Behind the loss of a worker, which explains what the others raise."""
 _SILENT_NAMED = 4
@@ -137,14 +144,39 @@ class Mesh:
     workers: tuple[ray.actor.ActorHandle, ...]
 
 
-@dataclass(frozen=True)
-class _KeptWorkers:
-    """The workers of an earlier gang by their place in it, the nodes of all its places (None: as Ray has them), and its
-    placement group."""
+def _tell_nobody(_: str) -> None:
+    """Tell nobody of a lost worker: the others have not met yet, or are gone."""
 
+
+@dataclass(frozen=True)
+class _Spare:
+    """A process that waits on an accelerator to take the place of a worker; its address is there once it has come up."""
+
+    worker: ray.actor.ActorHandle
+    address: ray.ObjectRef
+
+    def come_up(self) -> WorkerAddress | None:
+        """Its address; None where it has none yet, or is gone."""
+        try:
+            return ray.get(self.address, timeout=0)
+        except ray.exceptions.GetTimeoutError:
+            return None
+        except Exception as error:
+            log.info("a spare has not come up: %s", _one_line(error))
+            return None
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """The places of a gang in a placement group of so many accelerators: the node (None: as Ray has them), the bundle and,
+    where there is one already, the worker of each, and the spares by their bundles."""
+
+    group: PlacementGroup
+    accelerators: int
     node_ids: Sequence[str] | None
-    workers: Mapping[int, ray.actor.ActorHandle]
-    group: PlacementGroup | None = None
+    bundles: Sequence[int]
+    workers: Mapping[int, ray.actor.ActorHandle] = field(default_factory=dict)
+    spares: Mapping[int, _Spare] = field(default_factory=dict)
 
 
 class DrainWatch:
@@ -211,15 +243,21 @@ class Gang:
         self._drains = DrainWatch(report_draining)
         self._interpreter = interpreter
         self._group: PlacementGroup | None = None
+        self._accelerators = sum(self._sizes)
+        self._bundles: Sequence[int] = ()
+        self._spares: dict[int, _Spare] = {}
         self._planned_step_s = 0.0
         self.meshes: tuple[Mesh, ...] = ()
         self.addresses: tuple[WorkerAddress, ...] = ()
         self._lost_nodes: set[str] = set()
         self._node_names: Mapping[str, str] = {}
         self._starting_over: list[ray.ObjectRef] = []
-        self._rendezvous: object = None
+        self.announce_loss: Callable[[str], None] = _tell_nobody
+        """Tells the workers, which wait for each other, who of them is lost; held as long as they may wait."""
         self.taken_over: tuple[ray.actor.ActorHandle, ...] = ()
         """The workers that were of an earlier gang."""
+        self.replaced: list[str] = []
+        """The lost workers whose places spares have in the next gang, which has those that are left."""
 
     @property
     def workers(self) -> list[ray.actor.ActorHandle]:
@@ -235,9 +273,12 @@ class Gang:
         actor_class: Any,
         make_arguments: Callable[[str, int], dict[str, Any]],
         earlier: Gang | None = None,
+        *,
+        spares: int = 0,
     ) -> None:
-        """Reserve every accelerator at once, then start one actor on each; with the accelerators and the workers of an
-        `earlier` gang that was kept, where these are of use, start only the others.
+        """Reserve every accelerator at once, and of `spares` more as many as are free, then start one actor on each but
+        these; with the accelerators and the workers of an `earlier` gang that was kept, where these are of use, start only
+        the others.
 
         `make_arguments(mesh, worker)` gives the keyword arguments of the actor's constructor; the
         actor answers `call("address")`. Raises AttemptFailure: ACCELERATORS_TAKEN where they are not to be had,
@@ -246,41 +287,60 @@ class Gang:
         limit_s = Phase.START.limit_s(self._limits, self._planned_step_s)
         deadline = time.monotonic() + limit_s
         kept = None if earlier is None else earlier._give_up_workers()
-        if kept is None:
-            kept = _KeptWorkers(self._reserve(deadline, limit_s), {})
-        else:
-            self._group, self.taken_over = kept.group, tuple(kept.workers.values())
-        placed, meshes = kept.node_ids, []
-        bundles = iter(range(sum(self._sizes)))
-        for name, size in zip(self._names, self._sizes, strict=True):
-            workers = []
-            for index in range(size):
-                bundle = next(bundles)
-                if (worker := kept.workers.get(bundle)) is None:
-                    options = self._actor_options(name, index, bundle)
-                    worker = actor_class.options(**options).remote(**make_arguments(name, index))
-                workers.append(worker)
-            meshes.append(Mesh(name, tuple(workers)))
-        self.meshes = tuple(meshes)
+        placed = self._reserve(deadline, limit_s, spares) if kept is None else kept
+        self._group, self._accelerators = placed.group, placed.accelerators
+        self._bundles, self._spares = placed.bundles, dict(placed.spares)
+        self.taken_over = tuple(placed.workers.values())
+        workers = []
+        for place, ((name, index), bundle) in enumerate(zip(self._places, placed.bundles, strict=True)):
+            if (worker := placed.workers.get(place)) is None:
+                options = self._actor_options(name, index, bundle)
+                worker = actor_class.options(**options).remote(**make_arguments(name, index))
+            workers.append(worker)
+        rest = iter(workers)
+        self.meshes = tuple(
+            Mesh(name, tuple(islice(rest, size))) for name, size in zip(self._names, self._sizes, strict=True)
+        )
         left_s = max(1.0, deadline - time.monotonic())
         self.addresses = tuple(self._results(self.ask("address"), Phase.START, "start", left_s))
         self._node_names = {node.node_id: node.name for node in cluster_nodes()}
-        for index, (address, node_id) in enumerate(zip(self.addresses, placed or (), strict=False)):
+        for index, (address, node_id) in enumerate(zip(self.addresses, placed.node_ids or (), strict=False)):
             if address.node_id != node_id:
                 raise AttemptFailure(
                     Reason.INTERNAL,
                     f"Ray started {self.name(index)} on node {address.node_id}; it was placed on {node_id}",
                 )
 
-    def _reserve(self, deadline: float, limit_s: float) -> list[str] | None:
-        """Wait until the placement group has all its accelerators; the node id of each worker, None where Ray placed them.
+    def start_spares(
+        self,
+        actor_class: Any,
+        make_arguments: Callable[[str, int], dict[str, Any]],
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Start a process on each accelerator that has none, without waiting for it: where a worker on its node is lost, it
+        takes that worker's place in the gang of this driver's next attempt."""
+        for bundle in sorted({*range(self._accelerators)} - {*self._bundles, *self._spares}):
+            options = self._actor_options(_SPARE, bundle, bundle)
+            worker = actor_class.options(**options).remote(**make_arguments(_SPARE, bundle))
+            self._spares[bundle] = _Spare(worker, worker.call.remote("address"))
+            if environment:
+                worker.call.remote("set_environment", environment)
+            worker.call.remote("import_code")
+
+    @property
+    def _places(self) -> list[tuple[str, int]]:
+        """The mesh of each worker, and its number in the mesh."""
+        return [(name, i) for name, size in zip(self._names, self._sizes, strict=True) for i in range(size)]
+
+    def _reserve(self, deadline: float, limit_s: float, spares: int) -> _Placed:
+        """Wait until the placement group has all its accelerators, with those of so many spares at most.
 
         A placement is made of what is free on each node now, and made anew while it cannot be had.
         """
         resource, share = (
             ("GPU", gpu_share(self._workers_per_gpu)) if self._device == "cuda" else (CPU_RESOURCE, 1.0)
         )
-        bundles = [{resource: share} for _ in range(sum(self._sizes))]
+        bundle = {resource: share}
         # by this name the control plane knows it as its own
         name = placement_group_name(os.environ.get("SLOTLINE_ATTEMPT_ID", ""))
         why = ""
@@ -295,20 +355,22 @@ class Gang:
                 raise AttemptFailure(Reason.PLAN_INFEASIBLE, why)
             if not why:
                 placed = [node_id for mesh in answer.get("workers") or () for node_id in mesh]
+                with_spares = [*placed, *spare_nodes(placed, nodes, spares)]
+                number = len(with_spares) if placed else sum(self._sizes) + spares
                 self._group = placement_group(
-                    bundles,
+                    [bundle] * number,
                     strategy="PACK",
                     name=name,
-                    bundle_label_selector=[{_NODE_ID_LABEL: node_id} for node_id in placed] or None,
+                    bundle_label_selector=[{_NODE_ID_LABEL: node_id} for node_id in with_spares] or None,
                 )
                 until = min(deadline, time.monotonic() + RESERVE_S) if placed else deadline
                 if self._is_reserved(until):
-                    return placed or None
+                    return _Placed(self._group, number, placed or None, range(sum(self._sizes)))
                 self._remove_group()
             if time.monotonic() > deadline:
                 raise AttemptFailure(
                     Reason.ACCELERATORS_TAKEN,
-                    f"the cluster did not offer {len(bundles)} × {bundles[0]} within {limit_s:.0f} s "
+                    f"the cluster did not offer {sum(self._sizes)} × {bundle} within {limit_s:.0f} s "
                     f"(free now: {_free_resources(resource)}); ask for fewer meshes or add nodes"
                     + (f"; {why}" if why else ""),
                 )
@@ -413,6 +475,8 @@ class Gang:
                     index = self._index(error, refs.index(ref))
                     failure = call_failure(error, self._located_name(index), what)
                     lost = failure.reason is Reason.WORKER_LOST
+                    if lost and not failures:
+                        self.announce_loss(self._located_name(index))
                     until = time.monotonic() + (LOSS_GRACE_S if lost else CAUSE_GRACE_S)
                     deadline = min(deadline, until) if failures else until
                     failures.append((index, failure))
@@ -484,14 +548,16 @@ class Gang:
 
     def stop(self) -> None:
         """End every actor, also a stopped (SIGSTOP) one, and give the accelerators back."""
-        self._starting_over, self._rendezvous = [], None
-        for worker in self.workers:
+        self._starting_over = []
+        spares, self._spares = self._spares, {}
+        self.addresses += tuple(address for spare in spares.values() if (address := spare.come_up()))
+        for worker in [*self.workers, *(spare.worker for spare in spares.values())]:
             try:
                 ray.kill(worker, no_restart=True)
             except Exception as error:
                 log.debug("kill: %s", error)
         self._end_processes()
-        self.meshes = ()
+        self.meshes, self.announce_loss = (), _tell_nobody
         self._remove_group()
 
     @property
@@ -499,15 +565,13 @@ class Gang:
         """True while the workers that are left wait for the gang of another attempt: `stop` ends them."""
         return bool(self._starting_over)
 
-    def keep_workers(self, rendezvous: object = None) -> None:
+    def keep_workers(self) -> None:
         """Have the workers that are left start over, for the gang of this driver's next attempt, without waiting for them.
-        Nothing where not all of them had come up. `rendezvous` is held until they have: there they tell each other of the
-        loss."""
+        Nothing where not all of them had come up."""
         if len(self.addresses) == len(self.workers):
-            self._rendezvous = rendezvous
             self._starting_over = [worker.start_over.remote() for worker in self.workers]
 
-    def _give_up_workers(self) -> _KeptWorkers | None:
+    def _give_up_workers(self) -> _Placed | None:
         """The workers that have started over, with all accelerators; all else of this gang is ended. None, and everything is
         ended, where one is neither gone nor as new in START_OVER_S, where a node is gone, or where all workers are."""
         refs, self._starting_over = self._starting_over, []
@@ -518,7 +582,7 @@ class Gang:
             try:
                 ray.get(ref)
             except _WORKER_LOST_ERRORS:
-                lost.append(self.addresses[index])
+                lost.append(index)
                 del workers[index]
             except Exception as error:
                 why = f"{self._located_name(index)} cannot start over: {_one_line(error)}"
@@ -528,12 +592,39 @@ class Gang:
             log.info("all workers are started anew: %s", why or "none is left")
             self.stop()
             return None
-        self._rendezvous = None
-        kept = _KeptWorkers([address.node_id for address in self.addresses], workers, self._group)
-        self._group, self.meshes = None, ()
-        self.addresses = tuple(lost)
+        ended = [self.addresses[place] for place in lost]
+        bundles = list(self._bundles)
+        for place in lost:
+            if (taken := self._take_spare(place, ended)) is not None:
+                bundles[place], workers[place] = taken
+        node_ids = [address.node_id for address in self.addresses]
+        kept = _Placed(self._group, self._accelerators, node_ids, bundles, workers, self._spares)
+        self._group, self.meshes, self._spares = None, (), {}
+        self.announce_loss = _tell_nobody
+        self.addresses = tuple(ended)
         self._clean_up()  # nobody waits for it: they are gone
         return kept
+
+    def _take_spare(self, place: int, ended: list[WorkerAddress]) -> tuple[int, ray.actor.ActorHandle] | None:
+        """The bundle and the process of a spare on the node of the lost worker at `place`, which takes that place; None
+        where none has come up there. Those that do not answer are `ended`."""
+        for bundle, spare in [*self._spares.items()]:
+            address = spare.come_up()
+            if address is None or address.node_id != self.addresses[place].node_id:
+                continue
+            del self._spares[bundle]
+            try:
+                ray.get(spare.worker.take_place.remote(*self._places[place]), timeout=TAKE_PLACE_S)
+            except Exception as error:
+                log.info(
+                    "a spare does not take the place of %s: %s", self._located_name(place), _one_line(error)
+                )
+                ray.kill(spare.worker, no_restart=True)
+                ended.append(address)
+                continue
+            self.replaced.append(self._located_name(place))
+            return bundle, spare.worker
+        return None
 
     def __enter__(self) -> Gang:
         return self
@@ -560,12 +651,10 @@ class Gang:
 
     def name(self, index: int) -> str:
         """The worker at `index` of `workers`, for messages."""
-        left = index
-        for mesh, size in zip(self._names, self._sizes, strict=True):
-            if left < size:
-                return f"worker {left} of mesh {mesh}"
-            left -= size
-        return f"call {index}"
+        if index >= len(self._places):
+            return f"call {index}"
+        mesh, worker = self._places[index]
+        return f"worker {worker} of mesh {mesh}"
 
     def _located_name(self, index: int) -> str:
         """The worker with the name of its node, once it has one."""

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ray
@@ -51,7 +52,7 @@ from worker.driver.tracking.run_tracking import RunTracking, run_config
 from worker.engine.results import SlotLimits
 from worker.machine.node import cluster_nodes, own_node_address
 from worker.parallel.shard_spec import common_cuts
-from worker.transport.rendezvous import serve_rendezvous
+from worker.transport.rendezvous import announce_loss, serve_rendezvous
 
 log = logging.getLogger(__name__)
 _CHECK_START_S = 60.0
@@ -142,7 +143,6 @@ class Trainer:
         )
         self._planner = Planner(job, measurements, control=control, reporter=reporter, launch=launch)
         self._snapshot_rooms: Sequence[SnapshotMemory] = ()  # none where checkpoints are not made of copies
-        self._store: object = None
         self.has_begun = False
         """True once everything is ready for the first step."""
 
@@ -193,17 +193,15 @@ class Trainer:
             yield
         except AttemptFailure as failure:
             if failure.reason is Reason.WORKER_LOST:
-                self._gang.keep_workers(self._store)
+                self._gang.keep_workers()
             raise
 
     def _place(self, earlier: Gang | None) -> None:
         """Start the gang, and give its processes the secrets."""
         gang, job, device = self._gang, self._job, self._attempt.device
-        gang.start(
-            ray.remote(Worker),
-            lambda mesh, worker: {"job": job, "mesh": mesh, "worker": worker, "device": device},
-            earlier,
-        )
+        gang.start(ray.remote(Worker), self._arguments_of, earlier, spares=job.resources.spares)
+        for name in () if earlier is None else earlier.replaced:
+            self._reporter.event("spare", f"a spare has the place of {name}")
         if self._attempt.secrets:
             gang.call(
                 "set_environment",
@@ -217,6 +215,9 @@ class Trainer:
         self._reporter.event("placed", placement_text(gang.addresses, cluster_nodes()))
         if device == "cuda" and (job.resources.tensor > 1 or job.heterogeneous):
             self._reporter.event("not_yet_run_on_gpus", UNTESTED_ON_GPUS)
+
+    def _arguments_of(self, mesh: str, worker: int) -> dict[str, Any]:
+        return {"job": self._job, "mesh": mesh, "worker": worker, "device": self._attempt.device}
 
     def _placement(self, nodes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
         """The control plane's placement of the job's meshes on these nodes."""
@@ -286,8 +287,9 @@ class Trainer:
             control=self._control,
             reporter=self._reporter,
         )
-        # held as long as this trainer: the store ends with its last reference, and the workers' connections with it
-        self._store, place = serve_rendezvous(own_node_address(), [a.node for a in self._gang.addresses])
+        store, place = serve_rendezvous(own_node_address(), [a.node for a in self._gang.addresses])
+        # so the gang holds it: the store ends with its last reference, and the workers' connections with it
+        self._gang.announce_loss = partial(announce_loss, store)
         own_weights = self._job.model.weights is not None
         self._gang.wait(
             _load_calls(self._gang, planned, place, self._limits, own_weights, evaluation, self._job.tensors),
@@ -338,6 +340,7 @@ class Trainer:
 
     def _run(self, first: int, planned: PlannedJob, checkpoints: Checkpoints) -> str | None:
         self.has_begun = True
+        self._gang.start_spares(ray.remote(Worker), self._arguments_of, self._attempt.secrets)
         flops = self._model_flops(planned)
         self._metrics.set_model_flops(flops)
         self._reporter.model_flops(flops and flops.step, flops and flops.peak_per_s)

@@ -184,6 +184,15 @@ def offered_nodes(
     ]
 
 
+def spare_nodes(placed: Sequence[str], nodes: Sequence[Mapping[str, Any]], spares: int) -> list[str]:
+    """The nodes of a gang's spares, of those that `offered_nodes` gives: of nodes with workers, which are `placed`, each has
+    one before any has two, those with the most workers first; as many as accelerators are free there, at most `spares`."""
+    free = {node["name"]: node["free"] - placed.count(node["name"]) for node in nodes}
+    by_workers = sorted({*placed}, key=lambda name: (-placed.count(name), placed.index(name)))
+    rounds = range(max((free[name] for name in by_workers), default=0))
+    return [name for turn in rounds for name in by_workers if turn < free[name]][:spares]
+
+
 def _label(node: ClusterNode, keys: Sequence[str]) -> str | None:
     return next((node.labels[key] for key in keys if node.labels.get(key)), None)
 

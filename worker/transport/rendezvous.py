@@ -57,6 +57,14 @@ def serve_rendezvous(own: str, nodes: Collection[str]) -> tuple[dist.TCPStore, t
     return store, (own, store.port)
 
 
+def announce_loss(store: dist.Store, worker: str) -> None:
+    """Tell all at this rendezvous, as their driver, that this worker is lost: behind a broken connection each would wait a
+    while for a peer's word on it."""
+    seal = Seal(os.environ.get(SECRET_VARIABLE, ""), "")
+    with contextlib.suppress(RuntimeError):
+        store.compare_set(seal.failure_key, "", seal.put("failure", ["the driver", f"{worker} is gone"]))
+
+
 def first_line(error: BaseException) -> str:
     """The message of an error of gloo, NCCL or the store, without its stack."""
     text = str(error).strip()

@@ -236,23 +236,25 @@ _GROWTH_PAYS = 2.0
 """A larger gang must save so many times the seconds that the attempt took to start."""
 
 
-def elastic_sizes(job: JobRow | WaitingRow) -> list[int]:
-    """The numbers of accelerators with which an elastic job may train, the most first; empty for others."""
+def gang_sizes(job: JobRow | WaitingRow) -> list[int]:
+    """The numbers of accelerators with which an elastic job, or one with spares, may train, the most first; empty for
+    others."""
     if job.fewest_accelerators is None:
         return []
-    return list(range(job.accelerators, job.fewest_accelerators - 1, -job.workers_per_mesh))
+    step = job.workers_per_mesh if job.is_elastic else 1
+    return list(range(job.accelerators, job.fewest_accelerators - 1, -step))
 
 
 def _larger_gangs(attempt: AttemptRow, job: JobRow) -> list[int]:
     """Sizes with which an elastic job would end clearly earlier than with the attempt's, though it starts anew: the steps
     that are left, were they as much faster as it is larger, save twice the time of a start."""
-    if job.step_s is None or job.step is None or attempt.started_at is None:
+    if not job.is_elastic or job.step_s is None or job.step is None or attempt.started_at is None:
         return []
     left_s = (job.steps_wanted - job.step) * job.step_s
     start_s = (attempt.started_at - attempt.created_at).total_seconds()
     return [
         size
-        for size in elastic_sizes(job)
+        for size in gang_sizes(job)
         if size > attempt.accelerators
         and left_s * (1 - attempt.accelerators / size) > _GROWTH_PAYS * max(start_s, 10.0)
     ]
@@ -263,7 +265,7 @@ def to_waiting_job(job: JobRow | WaitingRow, settings: Settings, *, now: float) 
     longest_s = math.inf
     if job.max_duration_s is not None:
         longest_s = max(job.max_duration_s - job.held_s, 0.0) + settings.preemption_grace_s + RELEASE_DELAY_S
-    gangs = elastic_sizes(job)
+    gangs = gang_sizes(job)
     patient = bool(gangs) and job.patient_until is not None and now < job.patient_until.timestamp()
     if patient:
         gangs = [size for size in gangs if size >= min(job.last_accelerators or 0, job.accelerators)]

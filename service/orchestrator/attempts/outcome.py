@@ -293,14 +293,14 @@ async def end_attempt(
 def _recover(job: JobRow, at: datetime, not_before: datetime, patience_s: float) -> None:
     """Queue the job for its next attempt: it keeps its place, and an elastic one waits a while for as many accelerators."""
     job.not_before, job.queued_at = not_before, job.created_at
-    if job.fewest_accelerators is not None:
+    if job.is_elastic:
         job.patient_until = at + timedelta(seconds=patience_s)
 
 
 def _changes_size(job: JobRow, attempt: AttemptRow, reason: str | None) -> bool:
     """True for an attempt that ended so that the job goes on with another number of accelerators, which is no failure: it
     was asked to, or no plan fits its own and the job may have more."""
-    may_have_more = job.fewest_accelerators is not None and attempt.accelerators < job.accelerators
+    may_have_more = job.is_elastic and attempt.accelerators < job.accelerators
     return reason == Reason.RESIZED or (reason == Reason.PLAN_INFEASIBLE and may_have_more)
 
 
@@ -407,7 +407,7 @@ async def _given(session: AsyncSession, attempt: AttemptRow, job: JobRow) -> Att
 
 def _is_retried_at_once(attempt: AttemptRow, job: JobRow, at: datetime) -> bool:
     """True where the attempt lost a worker and nothing else was to end it, and its job goes on without a pause and with as
-    many accelerators."""
+    many accelerators, or spares."""
     stops = attempt.end_asked_at is not None or attempt.stopped_because is not None
     waits = job.not_before is None or job.not_before > at
     return (
@@ -415,8 +415,8 @@ def _is_retried_at_once(attempt: AttemptRow, job: JobRow, at: datetime) -> bool:
         and attempt.attempt_state is AttemptState.FAILED
         and attempt.reason == Reason.WORKER_LOST
         and job.job_state is JobState.RECOVERING
-        and job.fewest_accelerators is None
-        and job.accelerators == attempt.accelerators
+        and not job.is_elastic
+        and (job.fewest_accelerators or job.accelerators) <= attempt.accelerators <= job.accelerators
         and not stops
         and not waits
     )

@@ -192,6 +192,6 @@ def test_a_file_of_a_stored_job_has_no_defaults_and_one_of_another_version_is_wr
     assert len(text.splitlines()) < len(json.dumps(stored, indent=1).splitlines()) / 2
     newer = {**stored, "a_new_field": 1}
     meshes = {name: stored["resources"][name] for name in ("meshes", "shard", "tensor_plan", "device")}
-    resources = meshes | {"memory_per_worker": "auto", "accelerator": None}
+    resources = meshes | {"memory_per_worker": "auto", "accelerator": None, "spares": 0}
     assert yaml.safe_load(job_file_text(newer)) == {**newer, "resources": resources}
     assert spec_differences(stored, newer) == [("a_new_field", None, "1")]

@@ -233,9 +233,29 @@ def test_a_range_of_parallelism_adds_and_takes_whole_meshes():
     assert spec_with_meshes(fixed, 6) == fixed
 
 
+def test_spares_are_accelerators_beside_those_of_the_meshes_and_change_no_cost():
+    spec = _elastic({"stages": 2}, resources={"meshes": 2, "spares": 3, "device": "cpu"})
+    assert (spec.accelerators, spec.fewest_accelerators, spec.mesh_sizes) == (5, 2, [1, 1])
+    stored = spec.model_dump(mode="json")
+    assert SubmittedJob.model_validate(file_form(stored)) == spec
+    without = _elastic({"stages": 2}, resources={"meshes": 2, "device": "cpu"}).model_dump(mode="json")
+    for accelerators, spares in ((5, 3), (4, 2), (2, 0)):
+        attempt = spec_with_meshes(stored, accelerators)
+        assert (attempt["resources"]["spares"], attempt["resources"]["meshes"]) == (spares, 2)
+        assert costs_digest(attempt) == costs_digest(without)
+    assert spec_with_meshes(stored, 2) == without
+    uneven = _elastic(
+        {"stages": 2}, resources={"meshes": [{"workers": 2}, {"workers": 1}], "spares": 1}
+    ).model_dump(mode="json")
+    assert spec_with_meshes(uneven, 4)["resources"]["spares"] == 1
+    assert spec_with_meshes(uneven, 3)["resources"]["spares"] == 0
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
+        ({"resources": {"meshes": {"min": 2, "max": 4}, "spares": 1}}, "spares is 1 and meshes a range"),
+        ({"resources": {"meshes": 2, "spares": -1}}, "spares"),
         (
             {"resources": {"meshes": {"min": 4, "max": 2}}},
             "meshes.min 4 is above meshes.max 2: exchange them",

@@ -690,6 +690,20 @@ def test_a_worker_of_whose_attempt_something_is_left_does_not_start_over():
     assert type(kept_by_user_code).__name__ in refused.value.message
 
 
+def test_a_spare_has_the_code_of_its_job_and_then_the_place_of_a_worker(monkeypatch):
+    spec = job(meshes=2, stages=2)
+    imported = []
+    monkeypatch.setattr("worker.actor.actor.resolve", imported.append)
+    spare = Worker(job=Job.from_json(spec), mesh="spare", worker=2, device="cpu")
+    assert spare.call("import_code") is None
+    assert imported[:2] == [spec["model"]["factory"], spec["data"]["factory"]]
+    spare.take_place("m1", 0)
+    assert spare.call("prepare") is None
+    assert (spare._state.mesh, spare._state.index, spare._state.place.workers_per_mesh) == ("m1", 0, 1)
+    spare.start_over()
+    assert (spare._state.mesh, spare._state.index) == ("m1", 0)
+
+
 def test_a_worker_that_still_writes_does_not_start_over(monkeypatch):
     """Its checkpoint would be another attempt's, too."""
     monkeypatch.setattr("worker.actor.actor._THREADS_END_S", 0.05)

@@ -129,7 +129,12 @@ class ThreadGang(gang.Gang):
     """The driver's gang, whose workers are threads."""
 
     def start(
-        self, actor_class: Any, make_arguments: Callable[[str, int], dict[str, Any]], earlier: Any = None
+        self,
+        actor_class: Any,
+        make_arguments: Callable[[str, int], dict[str, Any]],
+        earlier: Any = None,
+        *,
+        spares: int = 0,
     ) -> None:
         meshes, addresses = [], []
         for mesh, size in zip(self._names, self._sizes, strict=True):
@@ -139,7 +144,7 @@ class ThreadGang(gang.Gang):
             ]
             meshes.append(gang.Mesh(mesh, tuple(workers)))
             addresses += [WorkerAddress(mesh, index, HERE, NODE, 1, "cpu") for index in range(size)]
-        self.meshes, self.addresses = tuple(meshes), tuple(addresses)
+        self.meshes, self.addresses, self._bundles = tuple(meshes), tuple(addresses), range(len(addresses))
 
     def stop(self) -> None:
         """End all workers: those that wait for one that has failed go on when it is closed."""

@@ -44,6 +44,12 @@ class Sleeper:
             raise RuntimeError("the process still holds Engine")
         threading.Event().wait(self.starts_over_in_s)  # is busy with what is left
 
+    def take_place(self, mesh: str, worker: int) -> None:
+        self.mesh, self.worker = mesh, worker
+
+    def import_code(self) -> None:
+        """As a worker has it; there is none."""
+
     def starts_over_in(self, seconds: float) -> None:
         """Seconds that it takes; below 0 it cannot."""
         self.starts_over_in_s = seconds
@@ -132,8 +138,8 @@ def make_gang(
     )
 
 
-def start(gang: Gang) -> None:
-    gang.start(ray.remote(Sleeper), lambda mesh, worker: {"mesh": mesh, "worker": worker})
+def start(gang: Gang, spares: int = 0) -> None:
+    gang.start(ray.remote(Sleeper), lambda mesh, worker: {"mesh": mesh, "worker": worker}, spares=spares)
 
 
 def is_gone(process_id: int, limit_s: float = 60.0) -> bool:
@@ -343,9 +349,11 @@ def test_each_worker_gets_its_own_value_of_an_argument_and_a_stop_interrupts_onl
             gang.call("sleep", 60, phase=Phase.CHECK, what="warm up")
 
 
-def start_behind(earlier: Gang, gang: Gang) -> list[int]:
+def start_behind(earlier: Gang, gang: Gang, spares: int = 0) -> list[int]:
     """Start a gang behind one that was kept; the ids of its processes."""
-    gang.start(ray.remote(Sleeper), lambda mesh, worker: {"mesh": mesh, "worker": worker}, earlier)
+    gang.start(
+        ray.remote(Sleeper), lambda mesh, worker: {"mesh": mesh, "worker": worker}, earlier, spares=spares
+    )
     return [address.process_id for address in gang.addresses]
 
 
@@ -423,3 +431,73 @@ def test_a_gang_that_has_not_come_up_keeps_nobody(cluster):
     with make_gang(2) as gang:
         gang.keep_workers()
         assert not gang.kept
+
+
+def start_spares(gang: Gang) -> dict[int, int]:
+    """Have all spares of a gang come up; the ids of their processes by bundle."""
+    gang.start_spares(ray.remote(Sleeper), lambda mesh, worker: {"mesh": mesh, "worker": worker})
+    until(lambda: all(spare.come_up() for spare in gang._spares.values()), "the spares")
+    return {bundle: spare.come_up().process_id for bundle, spare in gang._spares.items()}
+
+
+@pytest.mark.slow
+def test_a_spare_takes_the_place_of_a_lost_worker_whose_accelerator_has_the_next_spare(cluster):
+    with make_gang(2) as first:
+        start(first, spares=1)
+        (spare,) = start_spares(first).values()
+        assert start_spares(first) == {2: spare}, "no accelerator has two"
+        before = lose(first, 1)
+    with make_gang(2) as second:
+        assert start_behind(first, second, spares=1) == [before[0], spare]
+        assert [name.partition(" on ")[0] for name in first.replaced] == ["worker 0 of mesh m1"]
+        assert [(address.mesh, address.worker) for address in second.addresses] == [("m0", 0), ("m1", 0)]
+        assert second.call("sleep", 0, phase=Phase.STEP, what="sleep") == ["m0", "m1"]
+        assert not second._spares
+        ((bundle, following),) = start_spares(second).items()
+        assert bundle == 1 and following not in (*before, spare)
+        assert ray.available_resources().get("slotline_worker") == 1.0
+        lose(second, 0, 1)
+    with make_gang(2) as third:
+        assert following not in start_behind(second, third, spares=1), "none is left that could go on"
+        (last,) = start_spares(third).values()
+        addresses = [*third.addresses, *(spare.come_up() for spare in third._spares.values())]
+        assert last == addresses[-1].process_id
+    assert_nothing_left(addresses)
+    assert is_gone(spare) and is_gone(following)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_where_a_spare_is_gone_or_hangs_the_lost_worker_is_started(cluster, monkeypatch, how):
+    monkeypatch.setattr(gang_module, "TAKE_PLACE_S", 1.0)
+    with make_gang(2) as first:
+        start(first, spares=1)
+        (spare,) = start_spares(first).values()
+        os.kill(spare, how)
+        before = lose(first, 1)
+    with make_gang(2) as second:
+        kept, started = start_behind(first, second, spares=1)
+        assert kept == before[0] and started not in (before[1], spare)
+        (following,) = start_spares(second).values()
+        assert following != spare
+        addresses = second.addresses
+    assert_nothing_left(addresses)
+    assert is_gone(spare) and is_gone(following)
+
+
+@pytest.mark.slow
+def test_the_others_are_told_of_a_lost_worker_once_it_is_known(cluster):
+    told = []
+    with make_gang(3) as gang:
+        start(gang)
+        gang.announce_loss = told.append
+        refs = gang.ask("sleep", 600)
+        os.kill(gang.addresses[1].process_id, signal.SIGKILL)
+        with pytest.raises(AttemptFailure, match="worker 0 of mesh m1 on node"):
+            gang.wait(refs, phase=Phase.STEP, what="step 3")
+        assert [name.partition(" on ")[0] for name in told] == ["worker 0 of mesh m1"]
+        gang.keep_workers()
+        assert gang.kept
+        gang.stop()
+        gang.announce_loss("nobody waits any more")
+    assert len(told) == 1

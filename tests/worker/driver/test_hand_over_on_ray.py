@@ -18,10 +18,12 @@ from tests.polling import until
 from tests.worker.actor.test_actor import job
 from tests.worker.driver.control_plane import ControlPlane
 from tests.worker.driver.resident import AS_OTHERS
+from worker.contract.failures import read_crash_report
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 STEPS = 30
 MESHES = 3
+SLOTS = MESHES + 1
 LOG = "drivers.log"
 PROFILES = {}
 """What the first of these attempts measured, for all."""
@@ -75,7 +77,7 @@ def cluster():
     context = ray.init(
         address="local",
         num_cpus=1,
-        resources={"slotline_worker": MESHES},
+        resources={"slotline_worker": SLOTS},
         include_dashboard=False,
         log_to_driver=False,
         _system_config=AS_OTHERS,
@@ -138,7 +140,7 @@ def workers():
 
 def assert_nothing_held():
     until(
-        lambda: ray.available_resources().get("slotline_worker") == MESHES and not workers(),
+        lambda: ray.available_resources().get("slotline_worker") == SLOTS and not workers(),
         lambda: (ray.available_resources(), workers()),
         every_s=0.1,
     )
@@ -171,6 +173,25 @@ def test_the_workers_that_are_left_go_on_in_their_processes_with_the_losses_of_a
     assert [report["sequence"] for report in plane.reports_of(2)][:2] == [1, 2], "each attempt counts its own"
     assert plane.token != "secret"
     assert "Unhandled error" not in (tmp_path / LOG).read_text(), "of calls that nobody waits for any more"
+    assert_nothing_held()
+
+
+def test_a_spare_that_has_waited_goes_on_in_the_place_of_a_lost_worker_with_the_same_losses(start, tmp_path):
+    alone, process = start(spec(tmp_path / "alone"))
+    assert process.wait(200) == 0
+    spared = spec(tmp_path / "killed")
+    spared["resources"]["spares"] = 1
+    plane, process = start(spared)
+    for number in (1, 2):
+        plane.wait_for_steps_of(number, 9)
+        until(lambda: sum(map(bool, map(read_crash_report, workers()))) == SLOTS, workers)
+        *trained, spare = sorted(workers(), key=lambda pid: psutil.Process(pid).create_time())
+        os.kill(trained[number], signal.SIGKILL)
+        plane.wait_for_steps_of(number + 1)
+        assert workers().keys() >= {*trained, spare} - {trained[number]}, "none of the others is started anew"
+        assert len(plane.events_of(number + 1, "spare")) == 1
+    assert process.wait(200) == 0
+    assert plane.losses() == alone.losses() and len(alone.losses()) == STEPS
     assert_nothing_held()
 
 

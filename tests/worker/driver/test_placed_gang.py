@@ -34,7 +34,14 @@ from worker.driver.gang import Gang, Phase, placement_text
 from worker.driver.limits import Limits
 from worker.driver.stopping import Interruption
 from worker.machine import node as node_module
-from worker.machine.node import ClusterNode, WorkerAddress, cluster_nodes, lost_nodes, offered_nodes
+from worker.machine.node import (
+    ClusterNode,
+    WorkerAddress,
+    cluster_nodes,
+    lost_nodes,
+    offered_nodes,
+    spare_nodes,
+)
 
 LIMIT_S = 60.0
 _PREEMPTION = 2  # DrainNodeReason of Ray's autoscaler.proto
@@ -310,6 +317,21 @@ def test_nodes_are_offered_with_their_labels_and_their_room_for_workers():
         "zone": "z1",
     }
     assert (second["name"], second["free"], second["accelerator_type"]) == ("b", 0, "A100")
+
+
+@pytest.mark.parametrize(
+    ("free", "spares", "expected"),
+    [
+        ({"a": 4, "b": 4}, 1, ["b"]),
+        ({"a": 4, "b": 4}, 3, ["b", "a", "a"]),
+        ({"a": 4, "b": 4}, 9, ["b", "a", "a"]),
+        ({"a": 8, "b": 3, "other": 8}, 2, ["a", "a"]),
+        ({"a": 2, "b": 3, "other": 8}, 2, []),
+    ],
+)
+def test_spares_are_near_the_most_workers_and_on_as_many_of_their_nodes_as_may_be(free, spares, expected):
+    nodes = [{"name": name, "free": number} for name, number in free.items()]
+    assert spare_nodes(["a", "b", "b", "a", "b"], nodes, spares) == expected
 
 
 def test_the_text_of_a_placement_names_nodes_and_meshes_that_are_spread():

@@ -14,12 +14,13 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.transport.base import Topology
+from worker.transport.base import Failure, Topology
 from worker.transport.rendezvous import (
     SECRET_VARIABLE,
     STORE_TIMEOUT,
     Rendezvous,
     RendezvousTransport,
+    announce_loss,
     host_store,
     in_rounds,
     serve_rendezvous,
@@ -40,11 +41,13 @@ def listens_on(port: int) -> set[str]:
     return found
 
 
-def join(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch, secrets: tuple[str, str]) -> list[Rendezvous]:
+def join(
+    store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch, secrets: tuple[str, str], prefix: str = "p"
+) -> list[Rendezvous]:
     workers = []
     for rank, secret in enumerate(secrets):
         monkeypatch.setenv(SECRET_VARIABLE, secret)
-        worker = Rendezvous(TWO, rank=rank, host="127.0.0.1", port=store.port, timeout_s=10, prefix="p")
+        worker = Rendezvous(TWO, rank=rank, host="127.0.0.1", port=store.port, timeout_s=10, prefix=prefix)
         worker.store = worker._open()
         worker.store.set(f"joined/{rank}", "1")
         workers.append(worker)
@@ -119,6 +122,19 @@ def test_workers_of_one_attempt_hear_each_other(monkeypatch: pytest.MonkeyPatch)
     assert two.failure() is None
     one.announce("out of memory")
     assert two.failure().reason == "out of memory" and two.failure().origin == TWO.name(0)
+
+
+def test_workers_hear_of_their_driver_that_one_is_lost(monkeypatch: pytest.MonkeyPatch):
+    store = host_store("127.0.0.1")
+    one, two = join(store, monkeypatch, ("secret", "secret"), prefix="")
+    monkeypatch.setenv(SECRET_VARIABLE, "another")
+    announce_loss(store, "worker 0 of mesh m1")
+    assert one.failure() is None
+    monkeypatch.setenv(SECRET_VARIABLE, "secret")
+    announce_loss(store, "worker 0 of mesh m1")
+    assert one.failure() == two.failure() == Failure("the driver", "worker 0 of mesh m1 is gone")
+    announce_loss(store, "worker 0 of mesh m0")
+    assert two.failure().reason == "worker 0 of mesh m1 is gone", "the first failure stays"
 
 
 def test_a_stranger_who_reaches_the_store_ends_no_attempt(monkeypatch: pytest.MonkeyPatch):
