@@ -150,15 +150,18 @@ def _tell_nobody(_: str) -> None:
 
 @dataclass(frozen=True)
 class _Spare:
-    """A process that waits on an accelerator to take the place of a worker; its address is there once it has come up."""
+    """A process that waits on an accelerator to take the place of a worker; its address and the check of its accelerator
+    are there once it has come up."""
 
     worker: ray.actor.ActorHandle
     address: ray.ObjectRef
+    checked: ray.ObjectRef
 
     def come_up(self) -> WorkerAddress | None:
-        """Its address; None where it has none yet, or is gone."""
+        """Its address; None where it has none yet, is gone, or has an accelerator that no job can trust."""
         try:
-            return ray.get(self.address, timeout=0)
+            address, _ = ray.get([self.address, self.checked], timeout=0)
+            return address
         except ray.exceptions.GetTimeoutError:
             return None
         except Exception as error:
@@ -322,7 +325,8 @@ class Gang:
         for bundle in sorted({*range(self._accelerators)} - {*self._bundles, *self._spares}):
             options = self._actor_options(_SPARE, bundle, bundle)
             worker = actor_class.options(**options).remote(**make_arguments(_SPARE, bundle))
-            self._spares[bundle] = _Spare(worker, worker.call.remote("address"))
+            address = worker.call.remote("address")  # before any other call: it takes its device
+            self._spares[bundle] = _Spare(worker, address, worker.call.remote("check_accelerator"))
             if environment:
                 worker.call.remote("set_environment", environment)
             worker.call.remote("import_code")

@@ -50,6 +50,12 @@ class Sleeper:
     def import_code(self) -> None:
         """As a worker has it; there is none."""
 
+    def check_accelerator(self) -> list[str]:
+        """As a worker has it; that of a mesh without a name fails."""
+        if not self.mesh:
+            raise RuntimeError("a GEMM was wrong")
+        return []
+
     def starts_over_in(self, seconds: float) -> None:
         """Seconds that it takes; below 0 it cannot."""
         self.starts_over_in_s = seconds
@@ -483,6 +489,22 @@ def test_where_a_spare_is_gone_or_hangs_the_lost_worker_is_started(cluster, monk
         addresses = second.addresses
     assert_nothing_left(addresses)
     assert is_gone(spare) and is_gone(following)
+
+
+@pytest.mark.slow
+def test_a_spare_whose_accelerator_fails_its_check_takes_no_place(cluster):
+    with make_gang(2) as first:
+        start(first, spares=1)
+        first.start_spares(ray.remote(Sleeper), lambda mesh, worker: {"mesh": "", "worker": worker})
+        (spare,) = first._spares.values()
+        ray.wait([spare.checked], timeout=60)
+        assert ray.get(spare.address) and spare.come_up() is None
+        before = lose(first, 1)
+    with make_gang(2) as second:
+        kept, started = start_behind(first, second, spares=1)
+        assert kept == before[0] and started not in (before[1], ray.get(spare.address).process_id)
+        addresses = second.addresses
+    assert_nothing_left(addresses)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from service.jobs.drivers import make_placement
 from service.schemas.drivers import PlacedMesh, PlacementRequest
 from service.spec.states import NodeMark, NodeState
+from tests.polling import until
 from tests.worker.actor.test_actor import job
 from tests.worker.driver.control_plane import ControlPlane
 from tests.worker.driver.resident import AS_OTHERS, Resident
@@ -119,6 +121,45 @@ def test_a_placement_that_cannot_be_had_is_made_anew(cluster, monkeypatch):
         assert len(offers) == 2
     remove_placement_group(taken)
     assert {group["state"] for group in placement_group_table().values()} <= {"REMOVED"}
+
+
+class Starter(Resident):
+    """A worker that can begin again, and a spare."""
+
+    def start_over(self) -> None: ...
+
+    def import_code(self) -> None: ...
+
+    def check_accelerator(self) -> list[str]:
+        return []
+
+    def take_place(self, mesh: str, worker: int) -> None:
+        self.mesh, self.worker = mesh, worker
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_spare_takes_the_place_of_a_worker_of_its_own_node_only(cluster):
+    full, roomy = node_ids(3)
+    placed = {"workers": [[full] * 3, [roomy] * 2]}
+    made = ray.remote(Starter), lambda mesh, worker: {"mesh": mesh, "worker": worker}
+    with make_gang([3, 2], lambda nodes: placed) as first:
+        first.start(*made, spares=2)
+        first.start_spares(*made)
+        ((bundle, spare),) = first._spares.items()
+        until(lambda: spare.come_up() is not None, "the spare")
+        assert spare.come_up().node_id == roomy, "the other one has no accelerator that is free"
+        os.kill(first.addresses[1].process_id, signal.SIGKILL)
+        first.keep_workers()
+    with make_gang([3, 2], lambda nodes: placed) as second:
+        second.start(*made, first, spares=2)
+        assert [address.node_id for address in second.addresses] == [full] * 3 + [roomy] * 2
+        assert second._spares == {bundle: spare} and not first.replaced
+        os.kill(second.addresses[4].process_id, signal.SIGKILL)
+        second.keep_workers()
+    with make_gang([3, 2], lambda nodes: placed) as third:
+        third.start(*made, second, spares=2)
+        assert third.addresses[4].process_id == spare.come_up().process_id and len(second.replaced) == 1
 
 
 @pytest.mark.ray
