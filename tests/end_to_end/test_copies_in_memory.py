@@ -32,7 +32,7 @@ def copying(name: str, folder, **changes):
 def test_a_job_goes_on_from_its_copies_and_its_keepers_end_when_it_fails_or_is_cancelled(
     server, ray_head, tmp_path
 ):
-    job_id = server.submit(copying("gpt-copied", tmp_path))
+    job_id = server.submit(copying("gpt-copied", tmp_path, retry={"infrastructure": 3}))
     until(lambda: server.job(job_id)["progress"]["step"] > 10, every_s=0.1)
     os.kill(ray_head.worker_pids()[1], signal.SIGKILL)
     until(lambda: len(server.job(job_id)["attempts"]) == 2, every_s=0.1)
