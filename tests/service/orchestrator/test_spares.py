@@ -11,7 +11,7 @@ from service.spec.states import AttemptState
 from service.store.attempts import record_placement
 from service.store.database import utc_now
 from service.store.tables import PlacedMeshRow
-from tests.service.orchestrator.test_elastic import ONE, changed, has, lost, trained
+from tests.service.orchestrator.test_elastic import ONE, changed, elastic, has, lost, trained
 from tests.service.orchestrator.test_preemption import World, told, world  # noqa: F401 (a fixture)
 from worker.contract.job import Job
 from worker.contract.reasons import Reason
@@ -61,10 +61,11 @@ async def test_it_goes_on_at_once_with_fewer_spares_where_a_node_is_lost(world: 
 
 
 async def test_it_does_not_start_anew_for_spares_that_are_free_again(world: World):
-    has(world, 2)
+    await world.start(**elastic(1, 2))  # rounds look for jobs that grow
     job_id = await world.start(**spared())
+    assert await gang_of(world, f"{job_id}-1") == (2, 0)
     await trained(world, job_id, 1, step=1, step_s=100.0, start_s=1.0)
-    has(world, 4)
+    has(world, 6)
     await world.rounds(2)
     assert (await world.attempt(f"{job_id}-1")).end_asked_at is None
 
