@@ -21,6 +21,7 @@ from service.spec.resources import (
     check_batch_divides,
     check_elementwise_by_name,
     check_optimizer_sharding,
+    stored_mesh_sizes,
 )
 from service.spec.short_forms import check_no_stored_fields, long_form
 from service.spec.values import (
@@ -727,8 +728,7 @@ def spec_with_meshes(spec: Mapping[str, Any], accelerators: int) -> dict[str, An
     if not isinstance(resources, Mapping) or "workers_per_mesh" not in resources:
         return dict(spec)  # stored by another version
     if resources.get("spares"):
-        gang = sum(resources.get("workers") or [resources["workers_per_mesh"]] * (resources["meshes"] or 1))
-        spares = min(max(accelerators - gang, 0), resources["spares"])
+        spares = min(max(accelerators - sum(stored_mesh_sizes(resources)), 0), resources["spares"])
         return {**spec, "resources": {**resources, "spares": spares}}
     if resources.get("workers") or resources.get("tensors"):
         return dict(spec)

@@ -286,6 +286,11 @@ def _check_memory(value: object) -> object:
 MemoryPerWorker = Annotated[Literal["auto"] | int, BeforeValidator(_check_memory)]
 
 
+def stored_mesh_sizes(resources: Mapping[str, Any]) -> list[int]:
+    """The number of workers of each mesh of a stored job, by its `resources`."""
+    return resources.get("workers") or [resources["workers_per_mesh"]] * (resources["meshes"] or 1)
+
+
 class ResourcesSection(SpecPart):
     """Meshes and their parallelism, device, and memory of a worker.
 

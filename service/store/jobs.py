@@ -24,6 +24,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from service.spec.job import JobSpec
 from service.spec.principals import ANONYMOUS, principal_text
+from service.spec.resources import stored_mesh_sizes
 from service.spec.states import WAITING_STATES, JobState
 from service.store.database import DATABASE_UNAVAILABLE, Database
 from service.store.events import add_audit
@@ -475,8 +476,7 @@ async def specified_mesh_sizes(session: AsyncSession, job_ids: Sequence[str]) ->
         return {}
     query = select(JobRow.id, JobRow.spec["resources"]).where(JobRow.id.in_(job_ids))
     return {
-        job_id: resources.get("workers") or [resources["workers_per_mesh"]] * (resources["meshes"] or 1)
-        for job_id, resources in (await session.execute(query)).all()
+        job_id: stored_mesh_sizes(resources) for job_id, resources in (await session.execute(query)).all()
     }
 
 

@@ -22,6 +22,7 @@ from service.orchestrator.ray.jobs_api import ClusterError, RayJobSubmission
 from service.orchestrator.tasks.runner import ENVIRONMENT_LIMIT, Task
 from service.spec.job import stored_field
 from service.spec.principals import ANONYMOUS
+from service.spec.resources import stored_mesh_sizes
 from service.store.database import Sessions, run_to_completion, utc_now
 from service.store.measurements import MEASURED_BY_ONE_WORKER, find_costs, record_costs, scoped_costs_digest
 from service.store.secrets import spec_environment, spec_secret_names
@@ -154,7 +155,7 @@ def usual_kind(spec: Mapping[str, Any], capacity: Capacity) -> AcceleratorKind |
     """The accelerators that a job (JSON of a JobSpec) would have: where it asks for no type, the type of which there are
     most; None where there are none of the type that it asks for."""
     resources = spec["resources"]
-    gang = sum(resources.get("workers") or [resources["workers_per_mesh"]] * (resources["meshes"] or 1))
+    gang = sum(stored_mesh_sizes(resources))
     wanted = resources.get("accelerator")
     device = device_of(resources["device"], gang, capacity, accelerator_type=wanted)
     there = {each: part.in_all(device) for each, part in capacity.by_type.items()}
