@@ -372,7 +372,7 @@ async def replan_attempt(service: Service, attempt: AttemptRow, request: ReplanR
 
 
 async def plan_steps(service: Service, attempt: AttemptRow, request: StepPlansRequest, run: RunWork) -> str:
-    """JSON of a StepPlansView: the plans of single steps of the attempt, by the lengths of their microbatches. 409 where the
+    """JSON of a StepPlansView: the plans of single steps of the attempt, by the buckets of their microbatches. 409 where the
     plan that is stored, or its costs, are not those of the attempt."""
     job = await _current_job(service, attempt)
     spec = spec_with_meshes(job.spec, attempt.accelerators)
@@ -386,7 +386,7 @@ async def plan_steps(service: Service, attempt: AttemptRow, request: StepPlansRe
         )
     running = RunningJob(spec, plan.body, costs)
     try:
-        return await run(service.planner.plan_steps(running, request.lengths, attempt=attempt.id))
+        return await run(service.planner.plan_steps(running, request.buckets, attempt=attempt.id))
     except PlanTimeoutError as error:
         raise planning_timeout_problem(error) from None
 

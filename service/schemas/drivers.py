@@ -212,10 +212,12 @@ class ReplanRequest(_FromDriver):
 
 
 class StepPlansRequest(_FromDriver):
-    """The lengths of the microbatches of single steps, each of which is to be planned."""
+    """The buckets of the microbatches of single steps, each of which is to be planned: their numbers from 0, ascending as
+    the profiles of a PlanRequest do, the largest last."""
 
-    lengths: Annotated[
-        list[Annotated[list[Count], Field(max_length=10_000)]], Field(min_length=1, max_length=64)
+    buckets: Annotated[
+        list[Annotated[list[Annotated[int, Field(ge=0, lt=1024)]], Field(max_length=10_000)]],
+        Field(min_length=1, max_length=64),
     ]
 
 
@@ -354,9 +356,10 @@ class MicrobatchProfile(_FromDriver):
 
 
 class LengthProfile(MicrobatchProfile):
-    """The layers' costs for microbatches of one length, shorter than the longest."""
+    """The layers' costs for microbatches of one shape, smaller than the largest."""
 
     length: Count
+    rows: Count
 
 
 class MeshProfile(MicrobatchProfile):

@@ -33,7 +33,7 @@ def _check_buckets(value: object) -> object:
 
 
 class LengthsSection(SpecPart):
-    """Padding of samples of unequal lengths: each microbatch to the smallest bucket that holds its longest sample."""
+    """Padding of samples of unequal lengths: each microbatch to the smallest bucket (rows and length) that holds it."""
 
     field: Text | None = Field(
         default=None,
@@ -41,8 +41,8 @@ class LengthsSection(SpecPart):
     )
     buckets: Annotated[Literal["auto"] | list[int], BeforeValidator(_check_buckets)] = Field(
         default="auto",
-        description="Lengths in ascending order, the last one for the longest sample; auto: up to eight, by the lengths of "
-        "all samples, which a stream does not tell",
+        description="Lengths of buckets in ascending order, the last one for the longest sample; auto: up to eight, by the "
+        "lengths of all samples, which a stream does not tell",
     )
     pad: Annotated[int, Field(ge=-(2**31), lt=2**31)] = Field(
         default=0,

@@ -166,7 +166,8 @@ def compare(name: str, steps: int) -> None:
     began = time.perf_counter()
     with Workers(jobs[0]) as own:
         print(
-            f"buckets {own.workers[0].batches.buckets}, prepared and loaded in {time.perf_counter() - began:.0f} s"
+            f"buckets {', '.join(map(str, own.workers[0].batches.buckets))}, prepared and loaded in "
+            f"{time.perf_counter() - began:.0f} s"
         )
         with Workers(jobs[1]) as longest, Workers(jobs[2]) as packed:
             sides = (
@@ -219,9 +220,9 @@ def compare_plans(
     planner, batches = StepPlanner.from_json(answers[0]["step_planner"]), sides[0].run.workers[0].batches
     by_job_s, by_own_s, differs = [], [], 0
     for step in range(1, steps + 1):
-        lengths = batches.buckets_of(step)
-        by_job_s.append(planner.makespan_by_job_plan(planner.spec_of(lengths)))
-        found = planner.plan(lengths)
+        bucket_of = batches.bucket_numbers(step)
+        by_job_s.append(planner.makespan_by_job_plan(planner.spec_of(bucket_of)))
+        found = planner.plan(bucket_of)
         by_own_s.append(by_job_s[-1] if found is None else found[1].programs_makespan_s)
         differs += found is not None
     samples = MICROBATCHES * ROWS
@@ -237,16 +238,16 @@ def compare_plans(
     print(
         f"  {differs} of {steps} steps have a plan of their own, and take {1e3 * statistics.fmean(by_own_s):.0f} ms"
     )
-    compare_planning(planner, [batches.buckets_of(step) for step in range(1, PLANNED + 1)])
+    compare_planning(planner, [batches.bucket_numbers(step) for step in range(1, PLANNED + 1)])
 
 
 def compare_planning(planner: StepPlanner, steps: list[tuple[int, ...]]) -> None:
     """Print how long planning these steps takes, and how their makespans and peaks compare with plans for which less memory
     is looked for in any case."""
     taken, makespans, above = {"wall": [], "CPU": []}, [], 0
-    for lengths in steps:
+    for bucket_of in steps:
         began, began_cpu = time.perf_counter(), time.thread_time()
-        found = planner.plan(lengths)
+        found = planner.plan(bucket_of)
         taken["wall"].append(time.perf_counter() - began)
         taken["CPU"].append(time.thread_time() - began_cpu)
         if found is not None:

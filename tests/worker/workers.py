@@ -17,7 +17,7 @@ from service.scheduler.job.plan_job import JobCosts, job_plan_json, plan_job, pl
 from service.schemas.drivers import PlacementRequest
 from worker.benchmark.plan_request import MeshKind, plan_request
 from worker.contract.costs import EngineCosts, UpdateCosts
-from worker.contract.job import Job
+from worker.contract.job import Bucket, Job
 from worker.contract.planned import parse_planned_job
 from worker.contract.profile import LayerProfile, MeshCollectiveCosts, OptimizerState
 from worker.data.sampler import BatchSampler
@@ -159,11 +159,11 @@ def plan_of(job: dict[str, Any], costs: dict[str, Any], budget_s: float = 0.05) 
 
 
 def step_plans_of(
-    job: dict[str, Any], costs: dict[str, Any], running: dict[str, Any], lengths: Sequence[Sequence[int]]
+    job: dict[str, Any], costs: dict[str, Any], running: dict[str, Any], steps: Sequence[Sequence[int]]
 ) -> list[dict[str, Any] | None]:
     """What the control plane answers to a driver's request for the plans of single steps."""
     read = Job.from_json(job)
-    return json.loads(json.dumps(plan_steps(read, JobCosts.from_json(costs, read), running, lengths)))
+    return json.loads(json.dumps(plan_steps(read, JobCosts.from_json(costs, read), running, steps)))
 
 
 _tried: dict[str, OptimizerState] = {}
@@ -198,14 +198,14 @@ class PreparedMeasurements:
             _tried[of] = self._first.optimizer_state()
         return _tried[of]
 
-    def profile(self, microbatches: int) -> LayerProfile:
-        return LayerProfile.from_json(self._first.profile(microbatches))
+    def profile(self, microbatches: int, bucket: Bucket | None = None) -> LayerProfile:
+        return LayerProfile.from_json(self._first.profile(microbatches, bucket))
 
-    def length_profiles(self, microbatches: int) -> dict[int, LayerProfile]:
-        return {
-            length: LayerProfile.from_json(self._first.profile(microbatches, length))
-            for length in self._first.shorter_lengths()
-        }
+    def smaller_buckets(self) -> Sequence[Bucket]:
+        return self._first.smaller_buckets()
+
+    def tells_lengths(self) -> bool:
+        return self._first.tells_lengths()
 
     def leave_out(self, microbatches: int, why: str) -> None:
         raise AssertionError(f"{microbatches} microbatches are left out: {why}")
@@ -293,10 +293,10 @@ class Workers(LocalGang):
         return evaluation_programs(planned, self.evaluation_plan)
 
     def plan_step(self, number: int) -> dict[str, Any] | None:
-        """The answer to a request for a plan of this step, by the lengths of its microbatches; None where the job's own is
+        """The answer to a request for a plan of this step, by the buckets of its microbatches; None where the job's own is
         as short."""
-        lengths = self.workers[0].batches.buckets_of(number)
-        (found,) = step_plans_of(self._job, self._costs, self.planned, [lengths])
+        bucket_of = self.workers[0].batches.bucket_numbers(number)
+        (found,) = step_plans_of(self._job, self._costs, self.planned, [bucket_of])
         return found and {**self.planned, **found}
 
     def evaluate(self) -> EvaluationResult:

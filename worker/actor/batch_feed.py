@@ -21,7 +21,7 @@ from worker.actor.loss import takes_inputs
 from worker.actor.optimizer import IGNORED_TARGET, ignored_target
 from worker.actor.step_result import LENGTHS_AHEAD, StepLengths
 from worker.contract.failures import AttemptFailure, as_failure, attributed_to
-from worker.contract.job import AUTO, SKIP_LIMIT_S, Data, Job
+from worker.contract.job import AUTO, SKIP_LIMIT_S, Bucket, Data, Job
 from worker.contract.profile import FactoryError
 from worker.contract.reasons import Reason
 from worker.data.checksum import checksum
@@ -40,8 +40,8 @@ _FINGERPRINT_SAMPLES = 8
 class Batches:
     """The rows of data-parallel rank `worker` in every microbatch; `set_microbatches` changes how the batch is split."""
 
-    examples: Mapping[int, MicrobatchTensors] = MappingProxyType({})
-    """With data.lengths rows of the first microbatches for each bucket, in ascending order; else none."""
+    examples: Mapping[Bucket, MicrobatchTensors] = MappingProxyType({})
+    """With data.lengths rows of the first samples for each bucket, in ascending order; else none."""
 
     @attributed_to(Reason.DATA_FAILED)
     def __init__(self, job: Job, *, worker: int, workers_per_mesh: int, microbatches: int):
@@ -97,13 +97,14 @@ class Batches:
         return self._microbatches.order.microbatches
 
     @property
-    def buckets(self) -> tuple[int, ...]:
-        """The lengths to which microbatches are padded, ascending; none where all samples have one shape."""
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The shapes to which microbatches are padded, ascending; none where all samples have one shape."""
         return self._microbatches.buckets
 
-    def buckets_of(self, step: int) -> tuple[int, ...]:
-        """The buckets of a step's microbatches, from what the data set tells of its lengths; none where it tells nothing."""
-        return self._microbatches.buckets_of(step)
+    def bucket_numbers(self, step: int) -> tuple[int, ...]:
+        """The buckets of a step's microbatches, by number from the smallest, from the lengths that the data set tells; none
+        where it tells nothing."""
+        return tuple(map(self.buckets.index, self._microbatches.buckets_of(step)))
 
     @attributed_to(Reason.DATA_FAILED)
     def set_microbatches(self, microbatches: int) -> None:
@@ -126,7 +127,7 @@ class Batches:
         return sum(int((one == ignored).sum()) for one in tensors if one.dtype in _INTEGER_DTYPES)
 
     def rows(self, microbatches: int) -> int:
-        """The number of this worker's samples in each of `microbatches`."""
+        """The number of this worker's samples in each of `microbatches`; with data.lengths on average."""
         return self._job.training.global_batch // microbatches // self._workers_per_mesh
 
     @property
@@ -254,7 +255,7 @@ class Batches:
         return read.rows
 
     def _check_shapes(
-        self, rows: MicrobatchTensors, step: int, microbatch: int, bucket: int | None = None
+        self, rows: MicrobatchTensors, step: int, microbatch: int, bucket: Bucket | None = None
     ) -> None:
         """ValueError where tensors are not like those of the first microbatch (of that `bucket`), for which the model was
         traced."""
@@ -326,6 +327,8 @@ class Batches:
             microbatches,
             origin=self._origin,
             ignored_target=IGNORED_TARGET if loss is None else ignored_target(loss),
+            # where several numbers of microbatches are tried, their plans know one shape each
+            row_multiple=None if training.microbatches == AUTO else self._workers_per_mesh,
         )
 
     def _last_step(self) -> int:
@@ -355,7 +358,7 @@ class StageReader:
     ):
         self._batches, self._resumed_at = batches, None
         self._ignored: dict[int, list[int]] = {}
-        self._lengths: dict[int, list[tuple[int, int, int]]] = {}
+        self._lengths: dict[int, list[tuple[Bucket, int, int]]] = {}
         self._counts_ignored = False
         self._no_inputs = [()] * batches.microbatches
         self.has_output = any("output" in stage.outputs for stage in stages.values())
@@ -401,7 +404,8 @@ class StageReader:
         if not self._batches.buckets:
             return None
         buckets, tokens, padded = zip(*self._lengths[step], strict=True)
-        return StepLengths(buckets, sum(tokens), sum(padded), self._batches.buckets_of(step + LENGTHS_AHEAD))
+        later = self._batches.bucket_numbers(step + LENGTHS_AHEAD)
+        return StepLengths(buckets, sum(tokens), sum(padded), later)
 
     def _read_counted(self, step: int, microbatch: int) -> MicrobatchTensors:
         read = self._batches.read(step, microbatch)
@@ -410,7 +414,7 @@ class StageReader:
             self._ignored[step] = [*counted, self._batches.ignored_targets(read.rows)]
         if read.bucket is not None:
             before = [] if microbatch == 0 else self._lengths[step]
-            padded = read.bucket * self._batches.rows(self._batches.microbatches)
+            padded = read.bucket.length * len(read.rows[0][0])
             self._lengths[step] = [*before, (read.bucket, read.tokens, padded)]
         return read.rows
 

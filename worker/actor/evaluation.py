@@ -113,7 +113,7 @@ class EvaluationBatches(Batches):
             )
 
     def _order(self, microbatches: int) -> SampleOrder:
-        return replace(super()._order(microbatches), first_step=0, once=True)
+        return replace(super()._order(microbatches), first_step=0, once=True, row_multiple=None)
 
     def _last_step(self) -> int:
         return self.size.batches - 1

@@ -141,8 +141,8 @@ class LoadedWorker(WorkerState):
             )
         self.stages = {index: stage.to(self.device) for index, stage in own.items()}
         tie_local_parameters(self.stages, graph.tied)
-        shorter = self._model.shorter_stages(assignment.stage_starts, graph, self.stages, self.device)
-        self._number_of_length = {stages.length: number for number, stages in enumerate(shorter, start=1)}
+        smaller = self._model.smaller_stages(assignment.stage_starts, graph, self.stages, self.device)
+        self._number_of_bucket = {stages.bucket: number for number, stages in enumerate(smaller, start=1)}
         self.reader = StageReader(
             self.stages,
             self.batches,
@@ -161,7 +161,7 @@ class LoadedWorker(WorkerState):
                 graph.edges,
                 graph.tied,
                 self.tensor_shards,
-                shorter,
+                smaller,
             ),
             collectives,
             loss=self._loss.with_output_spec(self._model.tree_spec).with_metrics,
@@ -292,7 +292,7 @@ class LoadedWorker(WorkerState):
             self.engine.take_program(program)
             inputs, targets = self.reader.take(step)
             lengths = self.reader.lengths(step)
-            numbers = [self._number_of_length.get(bucket, 0) for bucket in lengths.buckets] if lengths else ()
+            numbers = [self._number_of_bucket.get(bucket, 0) for bucket in lengths.buckets] if lengths else ()
             result = self.engine.run_step(step, inputs, targets, numbers)
         if self._collects_garbage:
             gc.collect(2 if step % _FULL_COLLECTION_STEPS == 0 else 1)

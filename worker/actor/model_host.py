@@ -34,7 +34,7 @@ from worker.checks.trace import (
     trace_check_bytes,
 )
 from worker.contract.failures import AttemptFailure, as_failure, attributed_to, is_out_of_memory
-from worker.contract.job import AUTO, FP16, Job
+from worker.contract.job import AUTO, FP16, Bucket, Job
 from worker.contract.profile import ModelError, TraceError
 from worker.contract.reasons import Reason
 from worker.data.microbatches import MicrobatchTensors
@@ -62,7 +62,7 @@ from worker.model.serialization import (
     serialize_models,
     storage_values,
 )
-from worker.model.stages import LengthStages, StageGraph, StageModule, share_stages
+from worker.model.stages import BucketStages, StageGraph, StageModule, share_stages
 from worker.parallel.sync_batch_norm import batch_norm_notes
 from worker.parallel.tensor.shards import check_tensor_plan_of
 
@@ -100,8 +100,8 @@ def build_job_model(job: Job) -> BuiltModel:
 
 
 log = logging.getLogger(__name__)
-LengthExamples = Mapping[int, MicrobatchTensors]
-"""Rows of a microbatch for each length to which microbatches are padded, ascending; none where all have one shape."""
+BucketExamples = Mapping[Bucket, MicrobatchTensors]
+"""Rows of a microbatch for each shape to which microbatches are padded, ascending; none where all have one."""
 
 
 class JobModel:
@@ -120,7 +120,7 @@ class JobModel:
         self.sent_graph = b""
         """The graph as this worker gave it to others, or was given it; empty before, and where it cannot be sent."""
         self._traces_by_workers: dict[int, TracedModel] = {}
-        self._shorter: dict[int, TracedModel] = {}  # by the length of a microbatch, without the longest
+        self._smaller: dict[Bucket, TracedModel] = {}  # without the largest
         self._traces_for_all = True  # until another worker's graph is taken
         self._record: ModelRecord | None = None
         self._notes: tuple[str, ...] = ()  # on the model as it was built
@@ -148,11 +148,11 @@ class JobModel:
         )
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
-    def take_trace(self, graph: bytes, lengths: Sequence[int] = ()) -> None:
+    def take_trace(self, graph: bytes, buckets: Sequence[Bucket] = ()) -> None:
         """Build the model, and take the graph that was traced of it, and compared with it, in an earlier attempt, with those
-        of other `lengths`: this worker traces for all, and does not trace."""
+        of other `buckets`: this worker traces for all, and does not trace."""
         self._build()
-        self.receive_graph(graph, lengths)
+        self.receive_graph(graph, buckets)
         self._traces_for_all = True
         named = dict(self._built.named_parameters(remove_duplicate=False))
         load_values(
@@ -161,22 +161,22 @@ class JobModel:
         )
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
-    def traced_shorter(self, examples: LengthExamples) -> dict[int, TracedModel]:
-        """The model traced for each length of `examples` but the longest; by the first call. Raises TraceError for modules
-        that run as they are, whose state the stages of several lengths would not share."""
-        *shorter, longest = examples or (0,)
-        for length in (length for length in shorter if length not in self._shorter):
-            self.traced(examples[longest][0])
-            with _naming_length(length):
-                self._shorter[length] = self._trace(examples[length][0])
-        for traced in (self._traced, *self._shorter.values()) if shorter else ():
+    def traced_smaller(self, examples: BucketExamples) -> dict[Bucket, TracedModel]:
+        """The model traced for each bucket of `examples` but the largest; by the first call. Raises TraceError for modules
+        that run as they are, whose state the stages of several buckets would not share."""
+        *smaller, largest = examples or (None,)
+        for bucket in (bucket for bucket in smaller if bucket not in self._smaller):
+            self.traced(examples[largest][0])
+            with _naming_bucket(bucket):
+                self._smaller[bucket] = self._trace(examples[bucket][0])
+        for traced in (self._traced, *self._smaller.values()) if smaller else ():
             if calls := opaque_calls(traced.placed.module):
                 raise TraceError(
                     f"data.lengths has {len(examples)} buckets, and the model has {calls[0]}: what it keeps would not be "
-                    f"shared by the stages of each length; give one bucket, or change that module: "
+                    f"shared by the stages of each bucket; give one bucket, or change that module: "
                     f"{traced.opaque[calls[0].record.path]}"
                 )
-        return self._shorter
+        return self._smaller
 
     def _trace(self, sample: tuple[torch.Tensor, ...]) -> TracedModel:
         traced = trace(self._built, sample, opaque=self._opaque, **self._trace_options)
@@ -251,11 +251,11 @@ class JobModel:
         target: Target,
         *,
         further: Sequence[MicrobatchTensors] = (),
-        examples: LengthExamples = MappingProxyType({}),
+        examples: BucketExamples = MappingProxyType({}),
         padded_twice: Sequence[MicrobatchTensors] = (),
         free_bytes: Callable[[], int | None],
     ) -> list[str]:
-        """Notes on the traced model, and on those of other lengths, which `examples` has. Refuses a tensor plan that does
+        """Notes on the traced model, and on those of other buckets, which `examples` has. Refuses a tensor plan that does
         not fit it, and with training.check_trace a graph that computes something else than the model, or that nobody can
         compare and whose forward moves tensors which are no buffers; `further` are other microbatches of these shapes,
         `padded_twice` the same rows in two lengths, `free_bytes` those of the device."""
@@ -265,12 +265,12 @@ class JobModel:
             check_tensor_plan_of(traced, job.resources.tensor_plan, tensor)
         notes = [*self._notes, *batch_norm_notes(traced, job), *tf32_notes(job, self._device)]
         if not job.training.check_trace:
-            self.traced_shorter(examples)
+            self.traced_smaller(examples)
             return [*notes, *traced.notes, *_loss_untried(job), *filter(None, self._unchecked_state(traced))]
         notes += self._check_trace(traced, target, further, free_bytes())
-        for length, shorter in self.traced_shorter(examples).items():
-            with _naming_length(length):
-                found = self._check_trace(shorter, examples[length][1], (), free_bytes())
+        for bucket, smaller in self.traced_smaller(examples).items():
+            with _naming_bucket(bucket):
+                found = self._check_trace(smaller, examples[bucket][1], (), free_bytes())
             notes += [note for note in found if note not in notes]
         if padded_twice and self._built is not None:
             with attributed_to(Reason.MODEL_BUILD_FAILED):
@@ -283,9 +283,9 @@ class JobModel:
         return list(self._traces_by_workers.values())
 
     @property
-    def traced_for_other_lengths(self) -> list[TracedModel]:
-        """The models that were traced for shorter microbatches, ascending."""
-        return list(self._shorter.values())
+    def traced_for_other_buckets(self) -> list[TracedModel]:
+        """The models that were traced for smaller microbatches, ascending."""
+        return list(self._smaller.values())
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """The trained parameters of the model itself by name, on the worker that built it until it is cut; else none."""
@@ -412,17 +412,17 @@ class JobModel:
         sample: tuple[torch.Tensor, ...],
         workers: int | None = None,
         *,
-        examples: LengthExamples = MappingProxyType({}),
+        examples: BucketExamples = MappingProxyType({}),
     ) -> bytes:
         """The traced model for other workers, without parameters; empty where the graph cannot be serialised. With it go
-        those of other lengths, which `examples` has.
+        those of other buckets, which `examples` has.
 
         `workers`: the data-parallel size of a mesh of another size, for whose rows (`sample`) it is traced now.
         """
         if workers is None and self._graph_received:
             return self.sent_graph
         evaluates, evaluated = self._job.evaluation is not None, None
-        shorter = self.traced_shorter(examples)
+        smaller = self.traced_smaller(examples)
         if workers is None:
             traced = self.traced(sample)
             evaluated = self._traced_in_eval_mode(sample) if evaluates else None
@@ -431,7 +431,7 @@ class JobModel:
             if evaluates:
                 evaluated = self._eval_traces_by_workers[workers] = self._trace_in_eval_mode(sample)
         try:
-            models = [traced, *shorter.values()]
+            models = [traced, *smaller.values()]
             graph = serialize_models(models if evaluated is None else [*models, evaluated])
         except Exception as error:  # for example an object of a user's class
             log.warning("every worker traces the model for itself, since its graph cannot be sent: %s", error)
@@ -441,15 +441,15 @@ class JobModel:
         return graph
 
     @attributed_to(Reason.MODEL_BUILD_FAILED)
-    def receive_graph(self, graph: bytes, lengths: Sequence[int] = ()) -> None:
-        """Take the graph that another worker traced, with those of other `lengths`, the longest of which is the graph's own;
+    def receive_graph(self, graph: bytes, buckets: Sequence[Bucket] = ()) -> None:
+        """Take the graph that another worker traced, with those of other `buckets`, the largest of which is the graph's own;
         nothing is built here, unless it could not be sent."""
         self._traces_for_all = False
         self.sent_graph = graph
         if graph:
             (self._traced, *others), self._graph_received = deserialize_models(graph), True
-            self._shorter = dict(zip(lengths[:-1], others, strict=False))
-            others = others[len(self._shorter) :]
+            self._smaller = dict(zip(buckets[:-1], others, strict=False))
+            others = others[len(self._smaller) :]
             self._evaluation = others[0] if others else None
 
     @attributed_to(Reason.CUT_IMPOSSIBLE)
@@ -491,12 +491,12 @@ class JobModel:
         keep: Sequence[int],
         weights: ParameterValues | None,
         *,
-        examples: LengthExamples = MappingProxyType({}),
+        examples: BucketExamples = MappingProxyType({}),
     ) -> StageGraph:
         """The stages `keep`, with their initial values or those of model.weights; the model and other stages are dropped.
-        Graphs of other lengths, which `examples` has, are left for `shorter_stages`."""
+        Graphs of other buckets, which `examples` has, are left for `smaller_stages`."""
         traced, path = self.traced(sample), self._job.model.weights
-        self.traced_shorter(examples)
+        self.traced_smaller(examples)
         if weights is not None and self._graph_received:
             load_values(traced, weights)
         graph = traced.cut(stage_starts, keep=keep)
@@ -515,19 +515,19 @@ class JobModel:
         return graph
 
     @attributed_to(Reason.CUT_IMPOSSIBLE)
-    def shorter_stages(
+    def smaller_stages(
         self, stage_starts: Sequence[str], graph: StageGraph, trained: Mapping[int, StageModule], device: str
-    ) -> list[LengthStages]:
-        """The stages for each shorter length, ascending, on the parameters and buffers of `trained`, which `cut` made with
+    ) -> list[BucketStages]:
+        """The stages for each smaller bucket, ascending, on the parameters and buffers of `trained`, which `cut` made with
         `graph`; the graphs are dropped."""
-        shorter, self._shorter = self._shorter, {}
+        smaller, self._smaller = self._smaller, {}
         found = []
-        for length, traced in shorter.items():
-            with _naming_length(length):
+        for bucket, traced in smaller.items():
+            with _naming_bucket(bucket):
                 other = traced.cut(stage_starts, keep=list(trained))
             for index in trained:
                 other.stages[index].to(device)
-            found.append(share_stages(other, graph, trained, length))
+            found.append(share_stages(other, graph, trained, bucket))
         return found
 
     def unused_state(self) -> dict[str, Any]:
@@ -538,20 +538,20 @@ class JobModel:
     def forget_graph(self) -> None:
         """Drop the graphs, as the next sample has other shapes."""
         self._traced, self._evaluation, self._graph_received, self.sent_graph = None, None, False, b""
-        self._shorter = {}
+        self._smaller = {}
         self._traces_by_workers, self._eval_traces_by_workers = {}, {}
 
 
 @contextlib.contextmanager
-def _naming_length(length: int) -> Iterator[None]:
-    """Errors of the body about the model say for which length of a microbatch it was traced."""
+def _naming_bucket(bucket: Bucket) -> Iterator[None]:
+    """Errors of the body about the model say for which shape of a microbatch it was traced."""
     try:
         yield
     except AttemptFailure as error:
-        message = f"for microbatches of length {length} (data.lengths): {error.message}"
+        message = f"for microbatches of {bucket} (data.lengths): {error.message}"
         raise AttemptFailure(error.reason, message, error.details) from None
     except ModelError as error:
-        raise type(error)(f"for microbatches of length {length} (data.lengths): {error}") from error
+        raise type(error)(f"for microbatches of {bucket} (data.lengths): {error}") from error
 
 
 def _loss_untried(job: Job) -> list[str]:

@@ -28,7 +28,7 @@ from worker.actor.optimizer import (
 )
 from worker.actor.state import KnownGraph, WorkerPlace, WorkerState
 from worker.contract.failures import AttemptFailure, attributed_to
-from worker.contract.job import Job, microbatch_counts
+from worker.contract.job import Bucket, Job, microbatch_counts
 from worker.contract.planned import ModelSignature
 from worker.contract.profile import MeshCollectiveCosts, OptimizerState
 from worker.contract.reasons import Reason
@@ -74,9 +74,13 @@ class PreparedWorker(WorkerState):
             for count in self._counts
         }
 
-    def shorter_lengths(self) -> tuple[int, ...]:
-        """The lengths of microbatches but the longest, ascending; none where the data tells no lengths of steps to come."""
-        return self.batches.buckets[:-1] if self.batches.buckets_of(1) else ()
+    def smaller_buckets(self) -> tuple[Bucket, ...]:
+        """The shapes of microbatches but the largest, ascending."""
+        return self.batches.buckets[:-1]
+
+    def tells_lengths(self) -> bool:
+        """True where the data tells the lengths of steps to come, so that these can be planned."""
+        return bool(self.batches.bucket_numbers(1))
 
     def optimizer_state(self) -> OptimizerState:
         """The bytes that the job's optimizer keeps of the parameters that it trains. Raises AttemptFailure where optimizers
@@ -162,15 +166,15 @@ class PreparedWorker(WorkerState):
     # Measuring
 
     @attributed_to(Reason.USER_CODE_RAISED)
-    def profile(self, microbatches: int | None = None, length: int | None = None) -> dict[str, Any]:
-        """Measure every layer on this device, for the batch in this number of microbatches, of the longest `length` or of
+    def profile(self, microbatches: int | None = None, bucket: Bucket | None = None) -> dict[str, Any]:
+        """Measure every layer on this device, for the batch in this number of microbatches, of the largest `bucket` or of
         this one; JSON of a LayerProfile."""
         self.set_microbatches(microbatches)
         examples = self.batches.examples
         profile = profile_layers(
             self.job,
-            self.traced if length is None else self.model.traced_shorter(examples)[length],
-            (self.batches.sample if length is None else examples[length])[1],
+            self.traced if bucket is None else self.model.traced_smaller(examples)[bucket],
+            (self.batches.sample if bucket is None else examples[bucket])[1],
             self.loss,
             mesh=self.mesh,
             device=self.device,

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from worker.contract.job import Bucket
 from worker.contract.program import MeasuredSlot
 from worker.machine.telemetry import GpuUsage
 
@@ -19,9 +20,9 @@ LENGTHS_AHEAD = 8
 @dataclass(frozen=True)
 class StepLengths:
     """The buckets of a step's microbatches, and the tokens of one worker's samples in it, without and with padding. `later`
-    are the buckets of the step LENGTHS_AHEAD behind it; none where the data tells no lengths."""
+    are those of the step LENGTHS_AHEAD behind it, by number from the smallest; none where the data tells no lengths."""
 
-    buckets: tuple[int, ...]
+    buckets: tuple[Bucket, ...]
     tokens: int
     padded_tokens: int
     later: tuple[int, ...] = ()

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from worker.contract.costs import EngineCosts, UpdateCosts
 from worker.contract.failures import AttemptFailure
-from worker.contract.job import AUTO, Job, may_interleave, microbatch_counts
+from worker.contract.job import AUTO, Bucket, Job, may_interleave, microbatch_counts
 from worker.contract.profile import LayerProfile, MeshCollectiveCosts, OptimizerState
 from worker.contract.reasons import Reason
 
@@ -29,8 +29,9 @@ class Measurements(Protocol):
     def optimizer_state(self) -> OptimizerState:
         """The bytes that the optimizer keeps."""
 
-    def profile(self, microbatches: int) -> LayerProfile:
-        """The costs of the layers on the slowest kind of accelerator; called for every number of microbatches."""
+    def profile(self, microbatches: int, bucket: Bucket | None = None) -> LayerProfile:
+        """The costs of the layers on the slowest kind of accelerator; called for every number of microbatches, and with
+        data.lengths for smaller buckets than the largest."""
 
     def leave_out(self, microbatches: int, why: str) -> None:
         """Report that this number of microbatches, and smaller ones, are not planned."""
@@ -50,8 +51,11 @@ class Measurements(Protocol):
     def mesh_profiles(self, kind: MeshKind, counts: Sequence[int]) -> Mapping[int, LayerProfile]:
         """The costs of the layers by number of microbatches on meshes of one kind; for heterogeneous jobs, by kind."""
 
-    def length_profiles(self, microbatches: int) -> Mapping[int, LayerProfile]:
-        """The costs of the layers for microbatches shorter than the longest, by length; for jobs with data.lengths."""
+    def smaller_buckets(self) -> Sequence[Bucket]:
+        """The shapes of microbatches but the largest, ascending; of jobs with data.lengths."""
+
+    def tells_lengths(self) -> bool:
+        """True where the data tells the lengths of steps to come; of jobs with data.lengths."""
 
     def workers(self) -> list[dict[str, Any]]:
         """JSON of each worker: mesh, number, node, device and the processor cores of its node."""
@@ -64,6 +68,8 @@ def plan_request(job: Job, measurements: Measurements) -> dict[str, Any]:
     measured = layer_profiles(
         measurements, microbatch_counts(job), least_bytes=min(memory.values(), default=None)
     )
+    smaller = _smaller_profiles(job, measurements, list(measured))
+    measured = {count: profile.with_bytes_of(smaller.values()) for count, profile in measured.items()}
     network = measurements.network(
         loops=may_interleave(job),
         skips=any(edge.target > edge.source + 1 for edge in next(iter(measured.values())).edges),
@@ -87,7 +93,7 @@ def plan_request(job: Job, measurements: Measurements) -> dict[str, Any]:
         "update": update_with_collectives(job, update, collectives).to_json(),
         "action_s": engine.action_s,
         **_mesh_profiles(job, measurements, list(measured), collectives),
-        **_length_profiles(job, measurements, list(measured)),
+        **_length_profiles(job, measurements, smaller, list(measured)),
         "workers": measurements.workers(),
     }
 
@@ -171,16 +177,37 @@ def _mesh_profiles(
     }
 
 
-def _length_profiles(job: Job, measurements: Measurements, counts: Sequence[int]) -> dict[str, Any]:
-    """The entry with the profiles of shorter microbatches, where single steps are to be planned: the job leaves their order
+def _smaller_profiles(
+    job: Job, measurements: Measurements, counts: Sequence[int]
+) -> Mapping[Bucket, LayerProfile]:
+    """The profiles of microbatches smaller than the largest, ascending, where these are needed: to plan single steps, and
+    where some have more rows, of which a tensor without a length may need more bytes."""
+    if job.data.lengths is None or len(counts) > 1:
+        return {}
+    buckets, rows = measurements.smaller_buckets(), job.training.global_batch // counts[0]
+    plans_steps = plans_single_steps(job) and measurements.tells_lengths()
+    if not plans_steps and all(bucket.rows <= rows for bucket in buckets):
+        return {}
+    return {bucket: measurements.profile(counts[0], bucket) for bucket in buckets}
+
+
+def _length_profiles(
+    job: Job, measurements: Measurements, profiles: Mapping[Bucket, LayerProfile], counts: Sequence[int]
+) -> dict[str, Any]:
+    """The entry with the profiles of smaller microbatches, where single steps are to be planned: the job leaves their order
     open, and has one number of microbatches."""
     if not plans_single_steps(job) or len(counts) > 1:
         return {}
-    profiles = measurements.length_profiles(counts[0])
+    known = profiles if profiles and measurements.tells_lengths() else {}
     return {
         "length_profiles": [
-            {"microbatches": counts[0], "length": length, "profile": profile.to_json()}
-            for length, profile in profiles.items()
+            {
+                "microbatches": counts[0],
+                "length": bucket.length,
+                "rows": bucket.rows,
+                "profile": profile.to_json(),
+            }
+            for bucket, profile in known.items()
         ]
     }
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from worker.contract.job import Bucket
 from worker.contract.program import COMPUTE_LANE
 
 _WATCHED_STEPS, _FEWEST_WATCHED = 9, 5
@@ -34,7 +35,7 @@ class LinkWatch:
             link: deque(maxlen=_WATCHED_STEPS) for link in self._planned_s
         }
 
-    def observe(self, slots: Iterable[Mapping[str, Any]], lengths: Sequence[int] = ()) -> None:
+    def observe(self, slots: Iterable[Mapping[str, Any]], buckets: Sequence[Bucket] = ()) -> None:
         """Take the slots of a measured step, as they are reported."""
         for link, seconds in _mean_transfers_s(slots).items():
             if (steps := self._measured_s.get(link)) is None:
@@ -64,8 +65,8 @@ def _mean_transfers_s(slots: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str
 class SlotWatch(Protocol):
     """Takes the slots of one profiled step after the other."""
 
-    def observe(self, slots: Iterable[Mapping[str, Any]], lengths: Sequence[int] = ()) -> None:
-        """Take the slots of a measured step, as they are reported; `lengths` are those of its microbatches, where they
+    def observe(self, slots: Iterable[Mapping[str, Any]], buckets: Sequence[Bucket] = ()) -> None:
+        """Take the slots of a measured step, as they are reported; `buckets` are those of its microbatches, where they
         differ."""
 
 
@@ -84,8 +85,8 @@ _FIRST_STEPS, _LAST_STEPS = 9, 5
 _SLOW_FACTOR, _AS_BEFORE_FACTOR = 1.5, 1.15
 """The factor of each of the last steps of a slow mesh at least, and of their median of one that is as before at most."""
 
-_Action = tuple[int | None, str, int | None]
-"""The stage, the action and the length of its microbatch (None: all have one)."""
+_Action = tuple[int | None, str, Bucket | None]
+"""The stage, the action and the shape of its microbatch (None: all have one)."""
 
 
 class MeshWatch:
@@ -93,8 +94,8 @@ class MeshWatch:
     warms up, is left out. Calls `changed` when all of the last steps say that a mesh has become slow, and when it is as
     quick as before again.
 
-    An action is compared with the same action of the same stage, of a microbatch as long: a program with other backwards
-    is no slower mesh, nor is a step with longer microbatches.
+    An action is compared with the same action of the same stage, of a microbatch of this shape: a program with other
+    backwards is no slower mesh, nor is a step with larger microbatches.
     """
 
     def __init__(self, changed: Callable[[MeshPace, bool], None]):
@@ -105,13 +106,13 @@ class MeshWatch:
         self._factors: dict[str, deque[float]] = {}
         self._slow: set[str] = set()
 
-    def observe(self, slots: Iterable[Mapping[str, Any]], lengths: Sequence[int] = ()) -> None:
-        """Take the slots of a measured step, as they are reported; `lengths` are those of its microbatches, where they
+    def observe(self, slots: Iterable[Mapping[str, Any]], buckets: Sequence[Bucket] = ()) -> None:
+        """Take the slots of a measured step, as they are reported; `buckets` are those of its microbatches, where they
         differ."""
         if not self._warm:
             self._warm = True
             return
-        for mesh, actions in _compute_s(slots, lengths).items():
+        for mesh, actions in _compute_s(slots, buckets).items():
             if (usual_s := self._usual_s.get(mesh)) is None:
                 first = self._first.setdefault(mesh, [])
                 first.append(actions)
@@ -139,15 +140,15 @@ class MeshWatch:
 
 
 def _compute_s(
-    slots: Iterable[Mapping[str, Any]], lengths: Sequence[int]
+    slots: Iterable[Mapping[str, Any]], buckets: Sequence[Bucket]
 ) -> dict[str, dict[_Action, list[float]]]:
     """The seconds of the compute actions of each mesh in a step, one for each microbatch."""
     seconds: dict[str, dict[_Action, list[float]]] = {}
     for slot in slots:
         if slot["lane"] == COMPUTE_LANE:
-            length = lengths[slot["microbatch"]] if lengths and slot["microbatch"] is not None else None
+            bucket = buckets[slot["microbatch"]] if buckets and slot["microbatch"] is not None else None
             of_mesh = seconds.setdefault(slot["mesh"], {})
-            of_action = of_mesh.setdefault((slot["stage"], slot["action"], length), [])
+            of_action = of_mesh.setdefault((slot["stage"], slot["action"], bucket), [])
             of_action.append(slot["end_s"] - slot["start_s"])
     return seconds
 

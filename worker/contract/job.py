@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from worker.contract.profile import CutError
 
@@ -69,6 +69,21 @@ class Loader:
     prefetch: int = 2
     pin_memory: bool = True
     timeout_s: float = 120.0
+
+
+class Bucket(NamedTuple):
+    """The shape to which a microbatch of samples of unequal lengths is padded: `rows` over all workers of a mesh."""
+
+    length: int
+    rows: int
+
+    @property
+    def tokens(self) -> int:
+        """With padding."""
+        return self.length * self.rows
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.length}"
 
 
 @dataclass(frozen=True)

@@ -135,6 +135,11 @@ class LayerCost:
     norm_sums: tuple[tuple[str, int, int], ...] = field(default=(), metadata=OMIT_EMPTY)
     host: HostCost | None = field(default=None, metadata=OMIT_EMPTY)
 
+    def with_bytes_of(self, other: LayerCost) -> LayerCost:
+        """The cost with at least the bytes that `other` takes of activations."""
+        names = ("activation_bytes", "weight_stash_bytes", "selective_bytes", "selective_only_bytes")
+        return replace(self, **{name: max(getattr(self, name), getattr(other, name)) for name in names})
+
     def with_tensor_parallel_sums(self, between: CollectiveCost) -> LayerCost:
         """The cost with `sums` made part of its times, each as long as measured between these ranks."""
         return replace(self._with_collectives(self.sums, between), sums=())
@@ -275,6 +280,24 @@ class LayerProfile:
             for layer in self.layers
         )
         return replace(self, layers=tuple(layers), activation_factor=1.0)
+
+    def with_bytes_of(self, others: Iterable[LayerProfile]) -> LayerProfile:
+        """The profile with at least the bytes of `others`, which are of this model for microbatches of other shapes; those
+        with other layers or edges are left out."""
+        found = self
+        for other in others:
+            if [layer.name for layer in other.layers] == [layer.name for layer in self.layers]:
+                layers = zip(found.layers, other.layers, strict=True)
+                found = replace(found, layers=tuple(layer.with_bytes_of(like) for layer, like in layers))
+            if [(edge.source, edge.target) for edge in other.edges] == [
+                (edge.source, edge.target) for edge in self.edges
+            ]:
+                edges = zip(found.edges, other.edges, strict=True)
+                found = replace(
+                    found,
+                    edges=tuple(replace(edge, bytes=max(edge.bytes, like.bytes)) for edge, like in edges),
+                )
+        return found
 
     def with_tensor_parallel_sums(self, between: CollectiveCost) -> LayerProfile:
         """The profile with tensor-parallel sums made part of the layers' times."""

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from worker.contract.job import Data
+from worker.contract.job import Bucket, Data
 from worker.contract.profile import FactoryError
 from worker.contract.reasons import Reason
 from worker.data.sampler import BatchSampler, SequentialSampler, read_sample
@@ -145,7 +145,8 @@ class SampleOrder:
     """The assignment of the samples of `data` to steps. `first_step` is the first that counts: one before it has the first
     samples too, and only shows what they are like. `once`: evaluation, which passes over the data in its order.
     `origin` (step, sample): that step begins at that sample, counted over all epochs, and the steps behind it follow.
-    `ignored_target` is the integer that pads targets."""
+    `ignored_target` is the integer that pads targets. With data.lengths `row_multiple` is the number of workers that share
+    a microbatch, None where all microbatches have equally many rows, and `buckets` are the shapes that were chosen."""
 
     data: Data
     seed: int
@@ -155,10 +156,12 @@ class SampleOrder:
     once: bool = False
     origin: tuple[int, int] | None = None
     ignored_target: int = -100
+    row_multiple: int | None = None
+    buckets: tuple[Bucket, ...] = ()
 
     @property
     def size(self) -> int:
-        """Samples of a microbatch, over all workers."""
+        """Samples of a microbatch, over all workers; with data.lengths on average."""
         return self.global_batch // self.microbatches
 
     def begin(self, step: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from worker.contract.job import Bucket
 from worker.data.dataset import SampleOrder, Source, make_collator, make_source
 from worker.data.padding import LengthGroups
 from worker.data.sampler import collate, input_names, sample_row
@@ -32,11 +33,11 @@ class BatchSlice:
 @dataclass(frozen=True)
 class ReadMicrobatch:
     """Inputs and targets, and under which names the model takes the inputs (none: by position). With data.lengths the
-    `bucket` to which the samples were padded, and the tokens that they had before."""
+    `bucket` to which the microbatch was padded, and the tokens of these samples before."""
 
     rows: MicrobatchTensors
     names: tuple[str, ...]
-    bucket: int | None = None
+    bucket: Bucket | None = None
     tokens: int = 0
 
 
@@ -66,8 +67,7 @@ class Microbatches:
         share = size // part.workers
         first = part.worker * share
         if self._lengths is not None:
-            bucket = self._lengths.bucket(step, microbatch)
-            read = self._padded(step, microbatch, slice(first, first + share), bucket)
+            read = self._padded(step, microbatch, part, self._lengths.bucket(step, microbatch))
         elif self._collator is None:
             read = self.stack_samples(self.source.rows(step, microbatch, first, share))
         else:
@@ -77,37 +77,32 @@ class Microbatches:
         return read
 
     @property
-    def buckets(self) -> tuple[int, ...]:
-        """The lengths to which microbatches are padded, ascending; none where all samples have one shape."""
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The shapes to which microbatches are padded, ascending; none where all samples have one shape."""
         return () if self._lengths is None else self._lengths.buckets
 
-    def buckets_of(self, step: int) -> tuple[int, ...]:
+    def buckets_of(self, step: int) -> tuple[Bucket, ...]:
         """The buckets of a step's microbatches without reading a sample; none where the data set tells no lengths."""
         return () if self._lengths is None else self._lengths.known_buckets(step)
 
-    def examples(self, step: int, part: BatchSlice) -> dict[int, ReadMicrobatch]:
-        """A worker's rows of a microbatch of `step` for each bucket, padded or cut to it: of one that it holds, where there
-        is one."""
-        groups, share = self._lengths, self.order.size // part.workers
-        rows = slice(part.worker * share, (part.worker + 1) * share)
-        own = [groups.bucket(step, microbatch) for microbatch in range(self.order.microbatches)]
-        found = {}
-        for bucket in groups.buckets:
-            held = [microbatch for microbatch, padded in enumerate(own) if padded <= bucket]
-            found[bucket] = self._padded(step, held[-1] if held else 0, rows, bucket)
-        groups.end_step(step)
+    def examples(self, step: int, part: BatchSlice) -> dict[Bucket, ReadMicrobatch]:
+        """A worker's rows of a microbatch for each bucket, of samples of `step`, padded or cut to it."""
+        found = {
+            bucket: self._stacked(self._lengths.example(step, bucket, part.worker, part.workers), bucket)
+            for bucket in self._lengths.buckets
+        }
+        self._lengths.end_step(step)
         return found
 
     def padded_twice(self, step: int, part: BatchSlice) -> list[ReadMicrobatch]:
         """A worker's rows of the shortest microbatch of `step`, padded to its bucket and to the longest; none where these
         are one."""
-        groups, share = self._lengths, self.order.size // part.workers
-        if groups is None or groups.bucket(step, 0) == groups.buckets[-1]:
+        groups = self._lengths
+        if groups is None or groups.bucket(step, 0).length == groups.buckets[-1].length:
             return []
-        rows = slice(part.worker * share, (part.worker + 1) * share)
-        found = [
-            self._padded(step, 0, rows, bucket) for bucket in (groups.bucket(step, 0), groups.buckets[-1])
-        ]
+        short = groups.bucket(step, 0)
+        longest = Bucket(groups.buckets[-1].length, short.rows)
+        found = [self._padded(step, 0, part, bucket) for bucket in (short, longest)]
         groups.end_step(step)
         return found
 
@@ -115,12 +110,12 @@ class Microbatches:
         """Have the first samples read anew where they are asked for again."""
         (self._lengths or self.source).forget_first_samples()
 
-    def _padded(self, step: int, microbatch: int, own: slice, bucket: int) -> ReadMicrobatch:
-        groups, count = self._lengths, own.stop - own.start
-        samples = groups.rows(step, microbatch, own.start, count)
-        read = self.stack_samples([groups.padding.fit(sample, bucket) for sample in samples])
-        tokens = sum(groups.sample_lengths(step, microbatch, own.start, count))
-        return replace(read, bucket=bucket, tokens=tokens)
+    def _padded(self, step: int, microbatch: int, part: BatchSlice, bucket: Bucket) -> ReadMicrobatch:
+        return self._stacked(self._lengths.rows(step, microbatch, part.worker, part.workers, bucket), bucket)
+
+    def _stacked(self, fitted: tuple[list[Any], int], bucket: Bucket) -> ReadMicrobatch:
+        samples, tokens = fitted
+        return replace(self.stack_samples(samples), bucket=bucket, tokens=tokens)
 
     def stack_samples(self, samples: list[Any]) -> ReadMicrobatch:
         """Samples, stacked. ValueError where they are not alike."""

@@ -1,14 +1,16 @@
 """LengthGroups and Padding: samples of unequal lengths in microbatches of like length, each padded to one bucket.
 
-A step has the samples that its SampleOrder gives it; sorted by length (ties by position) they are cut into microbatches of
-equally many rows. Every worker does so for itself, from the samples alone: no bucket is sent, and a resume needs none.
-A data set with `lengths` (one of each sample, by index) is asked for those; of another, and of a stream, each worker reads
-all samples of a step, the other ranks' too. Knows no models.
+A step has the samples that its SampleOrder gives it; sorted by length (ties by position) they are cut into microbatches
+(length_buckets.py). Rows that are left in a bucket repeat a sample, without any target. Every worker does so for itself,
+from the samples alone: no bucket is sent, and a resume needs none. A data set with `lengths` (one of each sample, by index)
+is asked for those; of another, and of a stream, each worker reads all samples of a step, the other ranks' too. Knows no
+models.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,48 +19,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from worker.contract.job import AUTO, Lengths
+from worker.contract.job import AUTO, Bucket, Lengths
 from worker.data.dataset import IndexedSource, SampleOrder, StreamSource
+from worker.data.length_buckets import choose_buckets, choose_lengths, cut_into_groups, equal_buckets
 from worker.data.sampler import input_names, sample_row
 
-MAX_AUTO_BUCKETS = 8
 MAX_READ_SAMPLES = 20_000
 """Samples that are read before training where buckets are chosen and the data set tells no lengths."""
-_CANDIDATES = 64
-_MULTIPLE = 8
-"""Chosen buckets but the largest are multiples of this, which matrix products like."""
 _DEFAULT_FIELD = "input_ids"
-
-
-def choose_buckets(lengths: Sequence[int], most: int = MAX_AUTO_BUCKETS) -> tuple[int, ...]:
-    """At most `most` ascending buckets, the last one the longest of `lengths`, of about the fewest padded tokens in all.
-
-    Candidates are quantiles, of which the best are found by dynamic programming over (candidate, buckets).
-    """
-    ordered = sorted(lengths)
-    longest = max(ordered[-1], 1)
-    quantiles = {
-        ordered[min(len(ordered) * k // _CANDIDATES, len(ordered) - 1)] for k in range(1, _CANDIDATES)
-    }
-    rounded = {-(-max(length, 1) // _MULTIPLE) * _MULTIPLE for length in quantiles}
-    ends = [*sorted(end for end in rounded if end < longest), longest]
-    counts = [0, *(bisect.bisect_right(ordered, end) for end in ends)]
-    # padded[k]: tokens of the samples up to ends[k], and the buckets that hold them
-    padded = [(counts[k + 1] * end, (end,)) for k, end in enumerate(ends)]
-    for _ in range(most - 1):
-        padded = [
-            min(
-                padded[k],
-                *(
-                    (padded[j][0] + (counts[k + 1] - counts[j + 1]) * end, (*padded[j][1], end))
-                    for j in range(k)
-                ),
-            )
-            if k
-            else padded[k]
-            for k, end in enumerate(ends)
-        ]
-    return padded[-1][1]
+_ASKED_LENGTHS = 10_000
+"""Of those that a data set tells, spread over it, for the choice of rows."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +79,11 @@ class Padding:
             data,
         )
 
+    @property
+    def hides_targets(self) -> bool:
+        """True where the loss ignores all of a sample whose target is padding alone."""
+        return None not in self.target
+
     def length(self, sample: Any) -> int:
         """The length of a sample. Raises ValueError where it has other inputs, or none of shape (length,)."""
         _check_names(input_names(sample), self.names, self.data)
@@ -116,8 +91,8 @@ class Padding:
         _check_field(field, self.names, self.field, self.data)
         return len(field)
 
-    def fit(self, sample: Any, length: int) -> Any:
-        """The sample padded, or cut, to `length`."""
+    def fit(self, sample: Any, length: int, *, hides_target: bool = False) -> Any:
+        """The sample padded, or cut, to `length`; where it `hides_target`, with padding as its target."""
         inputs, target = _parts_of(sample, self.names)
         size = len(inputs[self.field])
         leaves, tree = _leaves(target)
@@ -132,6 +107,8 @@ class Padding:
             )
         ]
         inputs, leaves = parts[: len(inputs)], parts[len(inputs) :]
+        if hides_target:
+            leaves = [torch.full_like(leaf, pad) for leaf, pad in zip(leaves, self.target, strict=True)]
         by_name = dict(zip(self.names, inputs, strict=True)) if self.names else tuple(inputs)
         return by_name, tree_unflatten(leaves, tree)
 
@@ -153,12 +130,14 @@ class Padding:
 
 @dataclass(frozen=True)
 class _GroupedStep:
-    """The samples of a step by position (None: not read), the positions of each microbatch, and each sample's length."""
+    """The samples of a step by position (None: not read), each one's length, and the positions and the bucket of each
+    microbatch."""
 
     step: int
     samples: Sequence[Any] | None
-    groups: Sequence[Sequence[int]]
     lengths: Sequence[int]
+    groups: Sequence[Sequence[int]]
+    buckets: Sequence[Bucket]
 
 
 class LengthGroups:
@@ -175,59 +154,105 @@ class LengthGroups:
             raise ValueError(
                 f"data {order.data.factory!r} has {source.samples} samples and {len(self._table)} lengths: give one of each"
             )
+        samples = source.batch(order.first_step - 1)
         self.padding = Padding.of(
-            source.batch(order.first_step - 1),
+            samples,
             order.data.lengths,
             ignored=order.ignored_target,
             data=order.data.factory,
         )
         if order.data.lengths.buckets == AUTO:
             chosen = replace(
-                order.data.lengths, buckets=choose_buckets(self._all_lengths(order.data.factory))
+                order.data.lengths, buckets=choose_lengths(self._all_lengths(order.data.factory))
             )
             order = replace(order, data=replace(order.data, lengths=chosen))
+        if not order.buckets:
+            order = replace(order, buckets=self._choose_buckets(order, samples))
         self.order = order
         self._grouped: _GroupedStep | None = None
 
+    def _choose_buckets(self, order: SampleOrder, samples: Sequence[Any]) -> tuple[Bucket, ...]:
+        lengths = order.data.lengths.buckets
+        if order.row_multiple is None or not self.padding.hides_targets:
+            return equal_buckets(lengths, order.size)
+        table = self._table
+        if table is None:
+            known = [self.padding.length(sample) for sample in samples]
+        else:
+            known = [int(table[index]) for index in range(0, len(table), 1 + len(table) // _ASKED_LENGTHS)]
+        return choose_buckets(
+            lengths,
+            [min(length, lengths[-1]) for length in known],
+            microbatches=order.microbatches,
+            rows=order.size,
+            multiple=order.row_multiple,
+        )
+
     @property
-    def buckets(self) -> tuple[int, ...]:
-        """The lengths to which microbatches are padded, ascending."""
-        return self.order.data.lengths.buckets
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The shapes to which microbatches are padded, ascending, of which the last one has the most tokens."""
+        return self.order.buckets
 
-    def rows(self, step: int, microbatch: int, first: int, count: int) -> list[Any]:
-        """The samples `first` to `first + count` of a microbatch, as long as they are."""
+    def rows(
+        self, step: int, microbatch: int, worker: int, workers: int, bucket: Bucket | None = None
+    ) -> tuple[list[Any], int]:
+        """Block `worker` of the `workers` equal ones in which a microbatch, padded to its bucket, is shared, and the tokens
+        of these samples before."""
         grouped = self._group(step)
-        return [self._sample(grouped, at) for at in grouped.groups[microbatch][first : first + count]]
+        bucket = bucket or grouped.buckets[microbatch]
+        return self._block(grouped, grouped.groups[microbatch], bucket, worker, workers)
 
-    def bucket(self, step: int, microbatch: int) -> int:
-        """The length to which a microbatch is padded."""
+    def example(self, step: int, bucket: Bucket, worker: int, workers: int) -> tuple[list[Any], int]:
+        """As `rows`, of samples of `step` that fill a bucket: the longest that it holds, and where these are too few the
+        next longer ones, cut."""
         grouped = self._group(step)
-        return self._bucket_of(grouped.lengths, grouped.groups[microbatch])
+        places = sorted(range(len(grouped.lengths)), key=lambda at: (grouped.lengths[at], at))
+        held = sum(length <= bucket.length for length in grouped.lengths)
+        group = places[max(held - bucket.rows, 0) : max(held, bucket.rows)]
+        return self._block(grouped, group, bucket, worker, workers)
 
-    def known_buckets(self, step: int) -> tuple[int, ...]:
+    def _block(
+        self, grouped: _GroupedStep, group: Sequence[int], bucket: Bucket, worker: int, workers: int
+    ) -> tuple[list[Any], int]:
+        share = bucket.rows // workers
+        own = _rows_of(group, bucket.rows, self.order.row_multiple or 1)[
+            worker * share : (worker + 1) * share
+        ]
+        samples = {at: self._sample(grouped, at) for at, _ in own}
+        fitted = [self.padding.fit(samples[at], bucket.length, hides_target=is_left) for at, is_left in own]
+        return fitted, sum(grouped.lengths[at] for at, is_left in own if not is_left)
+
+    def bucket(self, step: int, microbatch: int) -> Bucket:
+        """The shape to which a microbatch is padded."""
+        return self._group(step).buckets[microbatch]
+
+    def known_buckets(self, step: int) -> tuple[Bucket, ...]:
         """The buckets of a step's microbatches by the data set's `lengths`; none where it has none, or one that no bucket
         holds. No sample is read."""
         if self._table is None:
             return ()
         lengths = [int(self._table[index]) for index in self._source.numbers(step)]
-        if max(lengths) > self.buckets[-1]:
+        if max(lengths) > self.buckets[-1].length:
             return ()
-        return tuple(self._bucket_of(lengths, group) for group in self._groups(lengths))
+        return tuple(self._groups(lengths)[1])
 
-    def _bucket_of(self, lengths: Sequence[int], group: Sequence[int]) -> int:
-        return self.buckets[bisect.bisect_left(self.buckets, max(lengths[at] for at in group))]
-
-    def _groups(self, lengths: Sequence[int]) -> list[list[int]]:
-        """The positions of each microbatch among samples of these lengths."""
-        places, size = range(len(lengths)), self.order.size
-        if not self.order.once:  # an evaluation leaves out the end of its data, whatever lengths that has
+    def _groups(self, lengths: Sequence[int]) -> tuple[list[list[int]], Sequence[Bucket]]:
+        """The positions and the bucket of each microbatch among samples of these lengths."""
+        places, order = range(len(lengths)), self.order
+        if not order.once:  # an evaluation leaves out the end of its data, whatever lengths that has
             places = sorted(places, key=lambda at: (lengths[at], at))
-        return [list(places[m * size : (m + 1) * size]) for m in range(self.order.microbatches)]
-
-    def sample_lengths(self, step: int, microbatch: int, first: int, count: int) -> list[int]:
-        """The lengths of the samples `first` to `first + count` of a microbatch."""
-        grouped = self._group(step)
-        return [grouped.lengths[at] for at in grouped.groups[microbatch][first : first + count]]
+        if all(bucket.rows == order.size for bucket in self.buckets):
+            groups = [list(places[m * order.size : (m + 1) * order.size]) for m in range(order.microbatches)]
+            ends = [bucket.length for bucket in self.buckets]
+            longest = (max(lengths[at] for at in group) for group in groups)
+            return groups, [self.buckets[bisect.bisect_left(ends, length)] for length in longest]
+        cut = cut_into_groups(
+            tuple(lengths[at] for at in places), self.buckets, order.microbatches, order.row_multiple
+        )
+        ends = list(itertools.accumulate(cut.sizes))
+        return [
+            list(places[end - size : end]) for size, end in zip(cut.sizes, ends, strict=True)
+        ], cut.buckets
 
     def end_step(self, step: int) -> None:
         """No more rows of this step are wanted."""
@@ -261,13 +286,14 @@ class LengthGroups:
         else:
             self._source.check_not_past_end(step)
             lengths = [int(self._table[index]) for index in self._source.numbers(step)]
+        most = self.buckets[-1].length
         for number, length in zip(self._source.numbers(step), lengths, strict=True):
-            if length > self.buckets[-1]:
+            if length > most:
                 raise ValueError(
                     f"sample {number} of data {self.order.data.factory!r} has length {length:,}, and the largest of "
-                    f"data.lengths.buckets is {self.buckets[-1]:,}: add a bucket for it, or have the data set cut samples"
+                    f"data.lengths.buckets is {most:,}: add a bucket for it, or have the data set cut samples"
                 )
-        self._grouped = _GroupedStep(step, samples, self._groups(lengths), lengths)
+        self._grouped = _GroupedStep(step, samples, lengths, *self._groups(lengths))
         return self._grouped
 
     def _all_lengths(self, data: str) -> list[int]:
@@ -286,6 +312,17 @@ class LengthGroups:
                 f"(more than {MAX_READ_SAMPLES:,} are not read for it)"
             )
         return [self.padding.length(self._source.example(0, index)) for index in range(samples)]
+
+
+def _rows_of(group: Sequence[int], rows: int, workers: int) -> list[tuple[int, bool]]:
+    """The sample of each row of a microbatch, and True for rows that are left: all workers have about equally many samples,
+    and repeat their last one."""
+    found = []
+    for worker in range(workers):
+        own = group[len(group) * worker // workers : len(group) * (worker + 1) // workers]
+        left = rows // workers - len(own)
+        found += [*((at, False) for at in own), *[(own[-1], True)] * left]
+    return found
 
 
 def _length_table(source: IndexedSource | StreamSource) -> Any:

@@ -23,7 +23,7 @@ from worker.benchmark.links import Probe, ProbeResult, choose_probes, endpoint, 
 from worker.benchmark.plan_request import MeshKind
 from worker.benchmark.slowdowns import MeshPace
 from worker.contract.costs import LINK_CACHE_S, EngineCosts, UpdateCosts, mean_engine_costs
-from worker.contract.job import Job
+from worker.contract.job import Bucket, Job
 from worker.contract.profile import (
     LayerProfile,
     MeshCollectiveCosts,
@@ -155,20 +155,20 @@ class GangMeasurements:
     def optimizer_state(self) -> OptimizerState:
         return self.call_first("optimizer_state", what="trying the optimizer")
 
-    def profile(self, microbatches: int) -> LayerProfile:
-        return self._profile([own[microbatches] for own in self.keys], microbatches)
+    def profile(self, microbatches: int, bucket: Bucket | None = None) -> LayerProfile:
+        keys = [own[microbatches] for own in self.keys]
+        if bucket is not None:
+            keys = [_key_of_bucket(key, bucket) for key in keys]
+        return self._profile(keys, microbatches, bucket)
 
-    def length_profiles(self, microbatches: int) -> dict[int, LayerProfile]:
-        lengths = self.call_first("shorter_lengths", what="asking for the lengths of its microbatches")
-        return {
-            length: self._profile(
-                [_key_of_length(own[microbatches], length) for own in self.keys], microbatches, length
-            )
-            for length in lengths
-        }
+    def smaller_buckets(self) -> Sequence[Bucket]:
+        return self.call_first("smaller_buckets", what="asking for the shapes of its microbatches")
+
+    def tells_lengths(self) -> bool:
+        return self.call_first("tells_lengths", what="asking for the lengths of its samples")
 
     def _profile(
-        self, key_of_worker: Sequence[str], microbatches: int, length: int | None = None
+        self, key_of_worker: Sequence[str], microbatches: int, bucket: Bucket | None = None
     ) -> LayerProfile:
         """The profile of the slowest kind of worker; those of one kind have the same key. A kind that has no stored one
         is measured: on CPU by all its workers at once, which share cores as in training.
@@ -190,7 +190,7 @@ class GangMeasurements:
         measured = self._call(
             "profile",
             microbatches,
-            *(() if length is None else (length,)),
+            *(() if bucket is None else (bucket,)),
             workers=[self._gang.workers[index] for index in measuring],
             what=f"profiling the layers for {microbatches} microbatches",
             extra_s=self._job.training.compiling_s,
@@ -204,7 +204,7 @@ class GangMeasurements:
                 "profiled",
                 f"{len(profile.layers)} layers measured on {self._gang.addresses[indices[0]].node}, "
                 f"the batch in {microbatches} microbatches"
-                + (f" of length {length}" if length is not None else "")
+                + (f" of {bucket}" if bucket is not None else "")
                 + (f"; {len(profile.compiled)} of them compiled" if self._job.training.compile else ""),
             )
         return slowest_profile([self.profiles[key] for key in workers_of])
@@ -484,9 +484,9 @@ class GangMeasurements:
         return self._call(method, *arguments, what=what, workers=self._gang.workers[:1])[0]
 
 
-def _key_of_length(key: str, length: int) -> str:
-    """The cache key of the profile of microbatches of this length, where `key` is that of the longest."""
-    return hashlib.sha256(f"{key} length {length}".encode()).hexdigest()
+def _key_of_bucket(key: str, bucket: Bucket) -> str:
+    """The cache key of the profile of microbatches of this shape, where `key` is that of the largest."""
+    return hashlib.sha256(f"{key} bucket {bucket}".encode()).hexdigest()
 
 
 def _update_costs_of(kept: Mapping[str, Any]) -> UpdateCosts | None:

@@ -123,10 +123,10 @@ class ControlPlaneClient:
         Refused."""
         return self._once("POST", "/replan", json=request, timeout=self._plan_timeout_s)
 
-    def plan_steps(self, lengths: Sequence[Sequence[int]]) -> list[dict[str, Any] | None]:
-        """The plans of single steps by the lengths of their microbatches; None where the job's own is as short. One try.
+    def plan_steps(self, steps: Sequence[Sequence[int]]) -> list[dict[str, Any] | None]:
+        """The plans of single steps by the buckets of their microbatches; None where the job's own is as short. One try.
         Raises httpx.HTTPError and Refused."""
-        request = {"lengths": [list(of_step) for of_step in lengths]}
+        request = {"buckets": [list(bucket_of) for bucket_of in steps]}
         return self._once("POST", "/step-plans", json=request, timeout=self._plan_timeout_s)["plans"]
 
     def plan_forwards(self, spec: Mapping[str, Any]) -> dict[str, Any]:

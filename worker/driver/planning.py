@@ -1,6 +1,6 @@
 """Planner: has the control plane plan with the measured costs of a gang, and checks that the model fits the plan.
 Replanner: has it look for a shorter order of the running plan, and swaps the programs of all workers between two steps.
-StepPlans: has it plan single steps ahead by the lengths of their microbatches, where samples have unequal lengths.
+StepPlans: has it plan single steps ahead by the buckets of their microbatches, where samples have unequal lengths.
 
 Measuring is done by GangMeasurements (worker/driver/benchmarks.py), planning by the control plane. A question is asked
 from a thread that ends with its answer: training does not wait for a search.
@@ -421,7 +421,7 @@ class Replanner:
 
 
 MOST_KEPT = 256
-"""Plans of single steps that are kept, those last used: with few buckets steps of equal lengths come again."""
+"""Plans of single steps that are kept, those last used: with few buckets like steps come again."""
 MOST_ASKED = 4
 """Steps that are planned by one question, the last ones: where steps are shorter than planning, nearer ones would all be
 late."""
@@ -437,10 +437,10 @@ class StepPlan:
 
 
 class StepPlans:
-    """The plans of single steps by the lengths of their microbatches: asked for while earlier steps run, and kept.
+    """The plans of single steps by the buckets of their microbatches: asked for while earlier steps run, and kept.
 
     A step whose plan is not there when its turn comes runs by the job's own plan `planned`, as does one for which that is as
-    short: it takes all microbatches for the longest, and its memory bounds that of any step. `answer` is that plan as the
+    short: it takes all microbatches for the largest, and its memory bounds that of any step. `answer` is that plan as the
     control plane answered it. `obstacle` says why a plan cannot be run beside what else the workers do.
     """
 
@@ -457,7 +457,7 @@ class StepPlans:
         self._planned, self._answer = planned, answer
         self._control, self._reporter, self._metrics = control, reporter, metrics
         self._obstacle = obstacle
-        self._lengths: dict[int, tuple[int, ...]] = {}  # of steps to come
+        self._buckets: dict[int, tuple[int, ...]] = {}  # of steps to come, by number
         self._known: dict[tuple[int, ...], StepPlan | None] = {}  # the last used at the end
         self._asking: threading.Thread | None = None
         self._ran: StepPlan | None = None
@@ -466,17 +466,17 @@ class StepPlans:
 
     def take(self, step: int) -> StepPlan | None:
         """The plan by which all workers run this step; None: the job's own."""
-        lengths = self._lengths.pop(step, None)
-        if lengths is None or lengths not in self._known:
+        buckets = self._buckets.pop(step, None)
+        if buckets is None or buckets not in self._known:
             return None
-        plan = self._known[lengths] = self._known.pop(lengths)
+        plan = self._known[buckets] = self._known.pop(buckets)
         if plan is not None and not self._used:
             self._used = True
             self._reporter.event(
                 "steps_planned",
-                f"step {step} runs by a plan for the lengths of its microbatches: makespan "
+                f"step {step} runs by a plan for the shapes of its microbatches: makespan "
                 f"{plan.planned.plan['makespan_s']:.4g} s, and {self._planned.plan['makespan_s']:.4g} s where all are the "
-                "longest; so do later steps whose plan is made in time and shorter. Losses are those of the job's plan to "
+                "largest; so do later steps whose plan is made in time and shorter. Losses are those of the job's plan to "
                 "rounding: sums of gradients have another order; said once",
             )
         return plan
@@ -488,8 +488,8 @@ class StepPlans:
                 "the data set has no attribute `lengths`, by which steps are planned before they are read"
             )
         elif steps_left >= LENGTHS_AHEAD:
-            self._lengths[step + LENGTHS_AHEAD] = lengths.later
-        last_first = sorted(self._lengths.items(), reverse=True)
+            self._buckets[step + LENGTHS_AHEAD] = lengths.later
+        last_first = sorted(self._buckets.items(), reverse=True)
         wanted = dict.fromkeys(key for _, key in last_first if key not in self._known)
         if self._stopped or not wanted or (self._asking is not None and self._asking.is_alive()):
             return
@@ -517,7 +517,7 @@ class StepPlans:
         if not self._stopped:
             self._stopped = True
             self._reporter.event(
-                "plan_kept", f"steps go on by the plan for their longest microbatches: {why}"
+                "plan_kept", f"steps go on by the plan for their largest microbatches: {why}"
             )
 
     def _ask(self, wanted: Sequence[tuple[int, ...]]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -344,12 +345,13 @@ class StepPublisher:
         if (lengths := record.lengths) is None or self._padding_reported:
             return
         self._padding_reported = True
-        longest = max(lengths.buckets)
-        to_longest = lengths.padded_tokens / sum(lengths.buckets) * longest * len(lengths.buckets)
+        longest = max(bucket.length for bucket in lengths.buckets)
+        to_longest = record.usage.samples * longest
+        shapes = Counter(map(str, lengths.buckets))
         self._reporter.event(
             "padding",
             f"step {record.report['step']}: {1 - lengths.tokens / lengths.padded_tokens:.1%} of its tokens are padding, "
-            f"with microbatches of {', '.join(map(str, lengths.buckets))}; all of {longest} long, "
+            f"with microbatches of {', '.join(f'{shape} ({n})' for shape, n in shapes.items())}; all of {longest} long, "
             f"{1 - lengths.tokens / to_longest:.1%} would be. Tokens per second are those of samples; said once",
         )
 

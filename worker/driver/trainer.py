@@ -422,7 +422,7 @@ class Trainer:
             elif self._job.training.microbatches == AUTO:
                 why = "training.microbatches is auto; with a number steps are planned by their lengths"
             self._reporter.event(
-                "plan_kept", f"all steps run by the plan for their longest microbatches: {why}"
+                "plan_kept", f"all steps run by the plan for their largest microbatches: {why}"
             )
             return None
         return StepPlans(

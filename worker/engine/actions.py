@@ -38,22 +38,28 @@ class ReceiveBuffers:
     def __init__(
         self,
         program: Program,
-        routes: Mapping[int, Route],
+        routes: Sequence[Mapping[int, Route]],
         dtype_of: Callable[[Route], torch.dtype],
         device: torch.device,
     ):
-        plan = plan_buffers(program, routes)
+        """`routes` as those of Actions."""
+        plan = plan_buffers(program, routes[0])
         self.buffer_of: list[int | None] = list(plan.buffer)
+        sizes = [0] * len(plan.route)
+        for instruction, buffer in zip(program, plan.buffer, strict=True):
+            if buffer is not None:
+                shapes = (of_shape[instruction.edge].shape for of_shape in routes)
+                sizes[buffer] = max(sizes[buffer], *map(math.prod, shapes))
         self.tensors = [
-            torch.empty(route.shape, dtype=dtype_of(route), device=device) for route in plan.route
+            torch.empty(size, dtype=dtype_of(route), device=device)
+            for size, route in zip(sizes, plan.route, strict=True)
         ]
         self._memory = {tensor.untyped_storage().data_ptr() for tensor in self.tensors}
 
     def views(self, instruction: int, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-        """The buffer of an instruction, its begin as a tensor of each of `shapes`, none of which is larger."""
+        """The begin of an instruction's buffer as a tensor of each of `shapes`, none of which is larger."""
         buffer = self.tensors[self.buffer_of[instruction]]
-        flat = buffer.view(-1)
-        return [buffer if shape == buffer.shape else flat[: math.prod(shape)].view(shape) for shape in shapes]
+        return [buffer[: math.prod(shape)].view(shape) for shape in shapes]
 
     def contains(self, tensor: torch.Tensor) -> bool:
         """True where the memory of `tensor` is a receive buffer."""
@@ -63,7 +69,8 @@ class ReceiveBuffers:
 class Actions:
     """The actions of one mesh.
 
-    `runners` are by stage, `routes` the transfers: the longest first, then those of each shorter length, with the same keys.
+    `runners` are by stage, `routes` the transfers: those of the largest microbatches first, then those of each smaller
+    shape, with the same keys.
     """
 
     def __init__(
@@ -117,11 +124,11 @@ class Actions:
         return action
 
     def _run(self, instruction: Instruction) -> Callable[[int], None]:
-        """The method of the runner for the length of the microbatch."""
+        """The method of the runner for the shape of the microbatch."""
         method = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
         runs = [getattr(runners[instruction.stage], method[instruction.op]) for runners in self._runners]
         state = self._state
-        return runs[0] if len(runs) == 1 else lambda microbatch: runs[state.length_of(microbatch)](microbatch)
+        return runs[0] if len(runs) == 1 else lambda microbatch: runs[state.shape_of(microbatch)](microbatch)
 
     def _drop(self, sent: Instruction) -> Callable[[], Any]:
         key = (sent.edge, sent.microbatch)
@@ -163,7 +170,7 @@ class Actions:
 
         def action() -> Finish | None:
             # The write bypasses autograd: say so, and a backward that still needs the old tensor raises.
-            buffer = buffers[state.length_of(key[1])]
+            buffer = buffers[state.shape_of(key[1])]
             torch.autograd.graph.increment_version(buffer)
             received = state.received_gradients if backward else state.received
             if resharded:

@@ -27,7 +27,7 @@ from worker.engine.lowering import (
     LoweredProgram,
     check_batch,
     check_exchange,
-    check_shorter_stages,
+    check_smaller_stages,
     check_stages,
     lower_program,
     order_of_sums,
@@ -176,7 +176,7 @@ class Engine:
         self._transport = collectives.transport
         self._mesh_of_stage = tuple(stages.mesh_of_stage)
         self._routes = find_routes(stages.edges, self._mesh_of_stage)
-        check_shorter_stages(self._mesh, stages, program, self._options)
+        check_smaller_stages(self._mesh, stages, program, self._options)
         check_stages(self._mesh, program.instructions, stages.modules)
         check_resharding_plans(
             program.reshardings, self._routes, collectives.topology, training=self._training
@@ -199,13 +199,13 @@ class Engine:
         self._state = StepState()
         settings = self._compute_settings(loss)
         self.stages = stages.modules
-        self._routes_by_length: list[Mapping[int, Route]] = []
-        self._runners_by_length: list[dict[int, StageRunner]] = []
-        for of_length in (stages, *stages.shorter):
-            edges = of_length.edges
+        self._routes_by_shape: list[Mapping[int, Route]] = []
+        self._runners_by_shape: list[dict[int, StageRunner]] = []
+        for of_shape in (stages, *stages.smaller):
+            edges = of_shape.edges
             routes = find_routes(edges, self._mesh_of_stage)
-            self._routes_by_length.append(routes)
-            self._runners_by_length.append(
+            self._routes_by_shape.append(routes)
+            self._runners_by_shape.append(
                 {
                     index: StageRunner(
                         wire_stage(index, module.inputs, module.outputs, edges, self._mesh_of_stage, routes),
@@ -214,10 +214,10 @@ class Engine:
                         settings,
                         recompute=program.recomputed.get(index),
                     )
-                    for index, module in of_length.modules.items()
+                    for index, module in of_shape.modules.items()
                 }
             )
-        self.runners = self._runners_by_length[0]
+        self.runners = self._runners_by_shape[0]
         self._reshardings = Reshardings(
             program.reshardings,
             self._transport,
@@ -262,10 +262,10 @@ class Engine:
         step: int,
         inputs: Sequence[tuple[torch.Tensor, ...]],
         targets: Sequence[torch.Tensor] | None = None,
-        lengths: Sequence[int] = (),
+        shapes: Sequence[int] = (),
     ) -> StepResult:
         """Run the program once. `inputs[m]`: all model inputs of microbatch m; `targets[m]` is needed where
-        the model's output is. `lengths[m]` is 0, or the number (from 1) of the shorter stages that run microbatch m.
+        the model's output is. `shapes[m]` is 0, or the number (from 1) of the smaller stages that run microbatch m.
         Raises an EngineError, after which the engine can only be closed."""
         if self._lanes is None:
             raise EngineError("the engine is not connected: call connect() before run_step()")
@@ -278,7 +278,7 @@ class Engine:
                     self._warm_up(step, inputs, targets)
                 self._rehearse(step)
             inputs, targets = batch_on_device(inputs, targets, self._device)
-            self._begin(step, inputs, targets, lengths)
+            self._begin(step, inputs, targets, shapes)
             check = self._spot_check(step)
             started = time.monotonic()
             if started - self._watch.published_s > _POLL_S:
@@ -374,7 +374,7 @@ class Engine:
 
     def observe(self, observer: StageObserver | None) -> None:
         """Report to `observer` from now on what the stages do; None ends it."""
-        for runners in self._runners_by_length:
+        for runners in self._runners_by_shape:
             for runner in runners.values():
                 runner.observe(observer)
 
@@ -445,14 +445,14 @@ class Engine:
 
     def _bind(self, program: MeshProgram, lowered: LoweredProgram) -> _BoundProgram:
         instructions = lowered.instructions
-        buffers = ReceiveBuffers(instructions, self._routes, self._transfer_dtype, self._device)
+        buffers = ReceiveBuffers(instructions, self._routes_by_shape, self._transfer_dtype, self._device)
         actions = Actions(
             lowered,
             reshardings=self._reshardings,
-            routes=self._routes_by_length,
+            routes=self._routes_by_shape,
             buffers=buffers,
             state=self._state,
-            runners=self._runners_by_length,
+            runners=self._runners_by_shape,
             update=self._update,
             transport=self._transport,
         )
@@ -529,10 +529,10 @@ class Engine:
             for i in self._program
         ]
 
-    def _begin(self, step, inputs, targets, lengths=()) -> None:
+    def _begin(self, step, inputs, targets, shapes=()) -> None:
         """Forget the last step and take the batch of this one."""
-        self._state.begin(step, inputs, targets, lengths)
-        for runners in self._runners_by_length:
+        self._state.begin(step, inputs, targets, shapes)
+        for runners in self._runners_by_shape:
             for runner in runners.values():
                 runner.reset()
         self._update.begin()
@@ -548,7 +548,7 @@ class Engine:
         spot = choose_spot(seed, self._first_step, until, len(self._mesh_of_stage), self._microbatches)
         if spot is None or spot.step != step or spot.stage not in self.runners:
             return None
-        runners = self._runners_by_length[self._state.length_of(spot.microbatch)]
+        runners = self._runners_by_shape[self._state.shape_of(spot.microbatch)]
         return runners[spot.stage].check_forward(spot)
 
     def _warm_up(self, step, inputs, targets) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from worker.engine.routes import Edge
-from worker.model.stages import LengthStages
+from worker.model.stages import BucketStages
 from worker.parallel.tensor.shards import TensorParallelShards
 
 
@@ -22,7 +22,7 @@ class LocalStages:
     """The `modules` of one mesh by the number of their stage.
 
     `tied` has the stages that use each tied parameter, by its original name; `tensor` is this worker's shards of the
-    parameters that tensor parallelism splits. `shorter` are the same stages for microbatches of other lengths, on the same
+    parameters that tensor parallelism splits. `smaller` are the same stages for microbatches of other shapes, on the same
     parameters, with edges in the same order.
     """
 
@@ -31,7 +31,7 @@ class LocalStages:
     edges: Sequence[Edge] = ()
     tied: Mapping[str, Sequence[int]] = field(default_factory=dict)
     tensor: TensorParallelShards | None = None
-    shorter: Sequence[LengthStages] = ()
+    smaller: Sequence[BucketStages] = ()
 
     @property
     def have_output(self) -> bool:

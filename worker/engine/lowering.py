@@ -43,9 +43,9 @@ def check_batch(
         raise ValueError(f"run_step needs {microbatches} targets where the model's output is")
 
 
-def check_shorter_stages(mesh: str, stages: LocalStages, program: MeshProgram, options: RunOptions) -> None:
-    """ValueError where stages of several lengths would run what knows one length only."""
-    if not stages.shorter:
+def check_smaller_stages(mesh: str, stages: LocalStages, program: MeshProgram, options: RunOptions) -> None:
+    """ValueError where stages of several shapes would run what knows one only."""
+    if not stages.smaller:
         return
     if options.device != "cpu":
         raise ValueError(

@@ -53,8 +53,8 @@ class StepState:
     """The tensors of the step in flight, which the actions of one mesh hand to each other.
 
     Keys end with the microbatch. Every entry is made by one action and taken by one that the program
-    orders after it, so no lock is needed. Tensors of `received*` lie in pooled buffers. `lengths` has for each microbatch
-    0, or the number (from 1) of the shorter stages that run it; empty: all run the same ones.
+    orders after it, so no lock is needed. Tensors of `received*` lie in pooled buffers. `shapes` has for each microbatch
+    0, or the number (from 1) of the smaller stages that run it; empty: all run the same ones.
     """
 
     step: int = 0
@@ -71,18 +71,18 @@ class StepState:
     metrics: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     weights: list[float] | None = None
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
-    lengths: Sequence[int] = ()
+    shapes: Sequence[int] = ()
 
     def begin(
         self,
         step: int,
         inputs: Sequence[tuple[torch.Tensor, ...]],
         targets: Sequence[torch.Tensor] | None,
-        lengths: Sequence[int] = (),
+        shapes: Sequence[int] = (),
     ) -> None:
         """Forget the last step and take the batch of this one."""
         self.step, self.inputs, self.targets, self.weights = step, inputs, targets, None
-        self.lengths = lengths
+        self.shapes = shapes
         for left in (
             self.received,
             self.received_gradients,
@@ -97,9 +97,9 @@ class StepState:
         ):
             left.clear()
 
-    def length_of(self, microbatch: int) -> int:
-        """The number of the stages that run a microbatch: 0 are the longest."""
-        return self.lengths[microbatch] if self.lengths else 0
+    def shape_of(self, microbatch: int) -> int:
+        """The number of the stages that run a microbatch: 0 are the largest."""
+        return self.shapes[microbatch] if self.shapes else 0
 
     def losses_in_order(self) -> list[float]:
         """The losses by microbatch; on CUDA the host waits, once for all."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from worker.contract.job import Bucket
 from worker.contract.profile import CutError
 from worker.model.inplace import mutated_buffers
 from worker.model.opaque.call import copy_calls
@@ -168,36 +169,36 @@ def trained_tensors(stages: Iterable[StageModule]) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class LengthStages:
-    """The stages of one mesh for microbatches that are padded to `length`, by number, on the parameters and buffers of the
+class BucketStages:
+    """The stages of one mesh for microbatches that are padded to `bucket`, by number, on the parameters and buffers of the
     trained ones; `edges` are those of the whole graph, in the order of the trained graph's."""
 
-    length: int
+    bucket: Bucket
     modules: Mapping[int, StageModule]
     edges: tuple[StageEdge, ...]
 
 
 def share_stages(
-    graph: StageGraph, trained: StageGraph, own: Mapping[int, StageModule], length: int
-) -> LengthStages:
-    """The stages of `graph`, traced for `length`, that a mesh runs, which trains `own` of the graph `trained`. Raises
+    graph: StageGraph, trained: StageGraph, own: Mapping[int, StageModule], bucket: Bucket
+) -> BucketStages:
+    """The stages of `graph`, traced for `bucket`, that a mesh runs, which trains `own` of the graph `trained`. Raises
     CutError where their edges, parameters or buffers are others than those of the trained ones."""
-    of = f"for microbatches of length {length} (data.lengths)"
+    of = f"for microbatches of {bucket} (data.lengths)"
     _check_edges(graph.edges, trained.edges, of)
     if graph.tied != trained.tied:
         raise CutError(
-            f"{of} stages share other parameters: {graph.tied}, and {trained.tied} in the longest ones"
+            f"{of} stages share other parameters: {graph.tied}, and {trained.tied} in the largest ones"
         )
     held, modules = trained_tensors(own.values()), {}
     for index, stage in own.items():
         modules[index] = graph.stages[index]
         _share_tensors(modules[index], set(stage.tensor_names.values()), held, of)
-    return LengthStages(length, modules, graph.edges)
+    return BucketStages(bucket, modules, graph.edges)
 
 
 def _check_edges(edges: Sequence[StageEdge], trained: Sequence[StageEdge], of: str) -> None:
-    """CutError unless both go between the same stages with tensors of the same kinds, in one order, none larger than the
-    trained one; names may differ, one for one."""
+    """CutError unless both go between the same stages with tensors of the same kinds, in one order; names may differ, one
+    for one."""
     names: dict[tuple[int, str], str] = {}
     others: dict[tuple[int, str], str] = {}
     for edge, like in zip(edges, trained, strict=False):
@@ -207,18 +208,17 @@ def _check_edges(edges: Sequence[StageEdge], trained: Sequence[StageEdge], of: s
             like.dtype,
             like.differentiable,
         )
-        same = same and edge.bytes <= like.bytes
         same = same and names.setdefault((like.source, like.tensor), edge.tensor) == edge.tensor
         if not same or others.setdefault((edge.source, edge.tensor), like.tensor) != like.tensor:
             raise CutError(
                 f"{of} stage {edge.source} hands {edge.tensor!r} {list(edge.shape)} to stage {edge.target}, where the "
-                f"longest ones hand {like.tensor!r} {list(like.shape)} from {like.source} to {like.target}: does the model "
-                "ask how long its input is? Have it pass on the same tensors for every length"
+                f"largest ones hand {like.tensor!r} {list(like.shape)} from {like.source} to {like.target}: does the model "
+                "ask how long its input is? Have it pass on the same tensors for every shape"
             )
     if len(edges) != len(trained):
         raise CutError(
-            f"{of} {len(edges)} tensors go between stages, and {len(trained)} in the longest ones: does the model ask how "
-            "long its input is? Have it pass on the same tensors for every length"
+            f"{of} {len(edges)} tensors go between stages, and {len(trained)} in the largest ones: does the model ask how "
+            "long its input is? Have it pass on the same tensors for every shape"
         )
 
 
@@ -232,8 +232,8 @@ def _share_tensors(stage: StageModule, known: Collection[str], held: Mapping[str
             continue
         if tensor is None or name not in known or tensor.shape != kind[attribute].shape:
             raise CutError(
-                f"{of} stage {stage.index} uses {name!r} {list(kind[attribute].shape)}, and with the longest ones it does "
-                "not, or in another shape: have the model use the same parameters and buffers for every length"
+                f"{of} stage {stage.index} uses {name!r} {list(kind[attribute].shape)}, and with the largest ones it does "
+                "not, or in another shape: have the model use the same parameters and buffers for every shape"
             )
         kind[attribute] = tensor
 

@@ -28,7 +28,7 @@ from worker.contract.costs import (
     mean_engine_costs,
 )
 from worker.contract.failures import AttemptFailure, as_failure
-from worker.contract.job import Job
+from worker.contract.job import Bucket, Job
 from worker.contract.profile import CollectiveCost, LayerProfile, MeshCollectiveCosts, OptimizerState
 from worker.contract.reasons import Reason
 from worker.contract.tasks import kill_pool
@@ -96,17 +96,17 @@ class LocalMeasurements:
     def optimizer_state(self) -> OptimizerState:
         return self._worker.optimizer_state()
 
-    def profile(self, microbatches: int) -> LayerProfile:
+    def profile(self, microbatches: int, bucket: Bucket | None = None) -> LayerProfile:
         if not self._is_checked:  # it finds modules that run as they are, whose layers are others
             self._worker.trace(microbatches)
             self._is_checked = True
-        return LayerProfile.from_json(self._worker.profile(microbatches))
+        return LayerProfile.from_json(self._worker.profile(microbatches, bucket))
 
-    def length_profiles(self, microbatches: int) -> dict[int, LayerProfile]:
-        return {
-            length: LayerProfile.from_json(self._worker.profile(microbatches, length))
-            for length in self._worker.shorter_lengths()
-        }
+    def smaller_buckets(self) -> Sequence[Bucket]:
+        return self._worker.smaller_buckets()
+
+    def tells_lengths(self) -> bool:
+        return self._worker.tells_lengths()
 
     def leave_out(self, microbatches: int, why: str) -> None:
         self.notes.append(f"{microbatches} microbatches, and fewer, are not planned: {why}")

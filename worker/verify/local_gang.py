@@ -107,7 +107,7 @@ class LocalGang:
             worker.trace(planned.microbatches)  # nothing to do, unless the graph could not be sent
         for traced in first.model.traced_for_other_sizes:
             look(traced)
-        for traced in first.model.traced_for_other_lengths:
+        for traced in first.model.traced_for_other_buckets:
             look(traced)
         first.check_batch_sharding(planned.stage_starts, [sizes[mesh] for mesh in planned.mesh_of_stage])
         edges = first.evaluation_edges(planned.stage_starts) if evaluation else ()

@@ -40,7 +40,7 @@ from worker.checks.loss_reduction import (
 )
 from worker.contract.checkpoint_files import CheckpointError
 from worker.contract.failures import leave_breadcrumb
-from worker.contract.job import AUTOCAST_DTYPES, FP16, Job, LossScaling, Training
+from worker.contract.job import AUTO, AUTOCAST_DTYPES, FP16, Job, LossScaling, Training
 from worker.data.dataset import SampleOrder
 from worker.data.microbatches import BatchSlice, Microbatches, MicrobatchTensors
 from worker.model.eval_mode import in_eval_mode
@@ -137,7 +137,12 @@ class PlainModel:
         own_loss = job.loss is None
         ignored = IGNORED_TARGET if own_loss else ignored_target(job.loss)
         order = SampleOrder(
-            job.data, training.seed, training.global_batch, microbatches, ignored_target=ignored
+            job.data,
+            training.seed,
+            training.global_batch,
+            microbatches,
+            ignored_target=ignored,
+            row_multiple=None if training.microbatches == AUTO else self._workers,
         )
         self._data = Microbatches(order, own_loss=own_loss, with_inputs=takes_inputs(job.loss))
         built = build_job_model(job)

@@ -24,7 +24,7 @@ from service.scheduler.programs.messages import check_messages
 from service.scheduler.schedules.registry import AUTO
 from worker.contract.buckets import with_buckets
 from worker.contract.costs import MeshUpdate, UpdateCosts
-from worker.contract.job import AUTOCAST_DTYPES, Job, stage_counts
+from worker.contract.job import AUTOCAST_DTYPES, Bucket, Job, stage_counts
 from worker.contract.profile import LayerCost, LayerProfile, OptimizerState, Zero1OptimizerState
 from worker.contract.program import program_from_json
 
@@ -36,7 +36,7 @@ class JobCosts:
     `profiles` are the costs of its layers by number of microbatches, `memory_bytes` the limit of each mesh, `shared` the
     nodes whose workers share processor cores, `action_s` the engine's own seconds for each action. `mesh_profiles` are
     the profiles of heterogeneous meshes, by (microbatches, workers, tensor parallelism); `length_profiles` those of
-    microbatches shorter than the longest, by (microbatches, length); `nodes` the node of each (mesh, worker), between
+    microbatches smaller than the largest, by (microbatches, bucket); `nodes` the node of each (mesh, worker), between
     which `node_links` were measured.
     """
 
@@ -48,7 +48,7 @@ class JobCosts:
     shared: Sequence[SharedCores] = ()
     action_s: float = 0.0
     mesh_profiles: Mapping[tuple[int, int, int], LayerProfile] = field(default_factory=dict)
-    length_profiles: Mapping[tuple[int, int], LayerProfile] = field(default_factory=dict)
+    length_profiles: Mapping[tuple[int, Bucket], LayerProfile] = field(default_factory=dict)
     nodes: Mapping[tuple[str, int], str] = field(default_factory=dict)
     node_links: NodeLinks = field(default_factory=dict)
 
@@ -86,7 +86,9 @@ class JobCosts:
                 for item in data.get("mesh_profiles") or ()
             },
             length_profiles={
-                (item["microbatches"], item["length"]): LayerProfile.from_json(item["profile"])
+                (item["microbatches"], Bucket(item["length"], item["rows"])): LayerProfile.from_json(
+                    item["profile"]
+                )
                 for item in data.get("length_profiles") or ()
             },
             nodes={
@@ -196,8 +198,8 @@ def _step_planner(job: Job, costs: JobCosts, planned: JobPlan) -> StepPlanner | 
     which no step is shorter by another plan, and where workers share cores that decide how long steps are."""
     parallelism = _mesh_parallelism(job, costs)
     profiles = {
-        length: uniform_profile(profile, parallelism)
-        for (count, length), profile in costs.length_profiles.items()
+        bucket: uniform_profile(profile, parallelism)
+        for (count, bucket), profile in costs.length_profiles.items()
         if count == planned.partition.spec.microbatches
     }
     if not profiles or job.pipeline.schedule != AUTO or planned.slowdown > 1.0:
@@ -218,7 +220,7 @@ def plan_steps(
     *,
     expired: Callable[[], bool] | None = None,
 ) -> list[dict[str, Any] | None]:
-    """The plans of single steps of a running job, each by the lengths of its microbatches: JSON as of `job_plan_json`; None
+    """The plans of single steps of a running job, each by the buckets of its microbatches: JSON as of `job_plan_json`; None
     for a step for which the job's own plan is as short. `running` is that plan. Raises SpecError where it plans no steps.
     """
     if (planner := running.get("step_planner")) is None:
@@ -226,8 +228,8 @@ def plan_steps(
     planner = StepPlanner.from_json(planner)
     profile = measured_profile(job, costs, planner.spec.microbatches)
     answers: list[dict[str, Any] | None] = []
-    for lengths in steps:
-        found = planner.plan(lengths, shared=costs.shared, expired=expired)
+    for bucket_of in steps:
+        found = planner.plan(bucket_of, shared=costs.shared, expired=expired)
         if found is None:
             answers.append(None)
             continue

@@ -1,13 +1,12 @@
-"""StepPlanner: plans single steps of a job by the lengths of their microbatches, where samples have unequal lengths.
+"""StepPlanner: plans single steps of a job by the buckets of their microbatches, where samples have unequal lengths.
 
-Every step may run by the job's own plan, for which all microbatches are as long as the longest: its memory bounds that of
-any step. A step's plan has the costs and bytes of its own lengths, and an order of microbatches; it is proved as any plan
+Every step may run by the job's own plan, for which all microbatches are as large as the largest: its memory bounds that of
+any step. A step's plan has the costs and bytes of its own buckets, and an order of microbatches; it is proved as any plan
 is. It keeps cut, placement and what recomputes, so that running workers can swap it in.
 """
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +31,7 @@ from service.scheduler.programs.decode import read_programs
 from service.scheduler.programs.plan import Plan, StagePlan
 from service.scheduler.programs.replay import replay
 from worker.contract.buckets import with_buckets
+from worker.contract.job import Bucket
 from worker.contract.planned import recompute_method
 from worker.contract.profile import LayerProfile
 from worker.contract.program import Program, program_from_json
@@ -42,10 +42,9 @@ LEAST_GAIN = 0.01
 
 @dataclass(frozen=True)
 class StepPlanner:
-    """`lengths` are those of `spec.length_buckets`, but for the longest, which comes last and whose costs the stages and
-    edges have; `programs` are the job's own, by mesh, and `stages` say what recomputes in them."""
+    """`spec.length_buckets` ascend to the largest, whose costs the stages and edges have; `programs` are the job's own, by
+    mesh, and `stages` say what recomputes in them."""
 
-    lengths: tuple[int, ...]
     spec: PipelineSpec
     programs: Mapping[str, Sequence[Mapping[str, Any]]]
     stages: tuple[StagePlan, ...]
@@ -55,10 +54,10 @@ class StepPlanner:
         cls,
         cut: PartitionResult,
         plan: Plan,
-        profiles: Mapping[int, LayerProfile],
+        profiles: Mapping[Bucket, LayerProfile],
         setup: PipelineSetup,
     ) -> StepPlanner:
-        """Take a job's plan of this cut for its longest microbatches, and the `profiles` of shorter ones by length."""
+        """Take a job's plan of this cut for its largest microbatches, and the `profiles` of smaller ones by bucket."""
         most = cut.spec
         meshes = [mesh.name for mesh in most.meshes]
         recomputed = [stage.name for stage in plan.stages if stage.recomputed]
@@ -70,7 +69,7 @@ class StepPlanner:
 
         spec, buckets = decided(most), []
         for _, profile in sorted(profiles.items()):
-            shorter = partition(
+            smaller = partition(
                 profile,
                 setup,
                 stages=len(most.stages),
@@ -78,12 +77,11 @@ class StepPlanner:
                 cut=cut.stage_starts,
                 placement=[meshes.index(stage.mesh) for stage in most.stages],
             )
-            buckets.append(_bucket(decided(shorter.spec), spec))
+            buckets.append(_bucket(decided(smaller.spec), spec))
         buckets.append(_bucket(spec, spec))
-        longest = [len(buckets) - 1] * spec.microbatches
+        largest = [len(buckets) - 1] * spec.microbatches
         return cls(
-            tuple(sorted(profiles)),
-            spec.model_copy(update={"length_buckets": buckets, "bucket_of": longest}),
+            spec.model_copy(update={"length_buckets": buckets, "bucket_of": largest}),
             {
                 mesh: [item.to_json() for item in with_buckets(plan.program(mesh), ()).program]
                 for mesh in plan.programs
@@ -94,7 +92,6 @@ class StepPlanner:
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `from_json` is its inverse."""
         return {
-            "lengths": list(self.lengths),
             "spec": self.spec.model_dump(mode="json"),
             "programs": dict(self.programs),
             "stages": [stage.model_dump(mode="json") for stage in self.stages],
@@ -104,18 +101,19 @@ class StepPlanner:
     def from_json(cls, data: Mapping[str, Any]) -> StepPlanner:
         """Inverse of `to_json`."""
         return cls(
-            tuple(data["lengths"]),
             PipelineSpec.model_validate(data["spec"]),
             data["programs"],
             tuple(StagePlan(**stage) for stage in data["stages"]),
         )
 
-    def spec_of(self, lengths: Sequence[int]) -> PipelineSpec:
-        """The pipeline of a step whose microbatches have these lengths. Raises SpecError for another number of them."""
-        if len(lengths) != self.spec.microbatches:
-            raise SpecError(f"{len(lengths)} lengths are given for {self.spec.microbatches} microbatches")
-        bucket_of = [bisect.bisect_left(self.lengths, length) for length in lengths]
-        return self.spec.model_copy(update={"bucket_of": bucket_of})
+    def spec_of(self, bucket_of: Sequence[int]) -> PipelineSpec:
+        """The pipeline of a step whose microbatches are in these buckets, by number. Raises SpecError for another number of
+        microbatches, and for a bucket that the job's plan does not know."""
+        if len(bucket_of) != self.spec.microbatches:
+            raise SpecError(f"{len(bucket_of)} buckets are given for {self.spec.microbatches} microbatches")
+        if (most := max(bucket_of)) >= (known := len(self.spec.length_buckets)):
+            raise SpecError(f"a microbatch is in bucket {most}, and the job's plan knows 0 to {known - 1}")
+        return self.spec.model_copy(update={"bucket_of": list(bucket_of)})
 
     def makespan_by_job_plan(self, spec: PipelineSpec) -> float:
         """Seconds of a step of `spec_of` that runs by the job's own plan."""
@@ -127,20 +125,20 @@ class StepPlanner:
 
     @cached_property
     def job_plan_bytes(self) -> tuple[int, ...]:
-        """The most bytes that each mesh holds by the job's own plan, where all microbatches are the longest."""
+        """The most bytes that each mesh holds by the job's own plan, where all microbatches are the largest."""
         played = replay(*read_programs(self.spec, self._job_programs))
         return tuple(peak_memory(played.timeline).tolist())
 
     def plan(
         self,
-        lengths: Sequence[int],
+        bucket_of: Sequence[int],
         *,
         shared: Sequence[SharedCores] = (),
         expired: Callable[[], bool] | None = None,
     ) -> tuple[PipelineSpec, Plan] | None:
-        """A plan of a step with microbatches of these lengths, and its spec; None where the job's own is as short, where the
+        """A plan of a step with microbatches in these buckets, and its spec; None where the job's own is as short, where the
         cores that workers share decide, and where only a search finds one within memory."""
-        spec = self.spec_of(lengths)
+        spec = self.spec_of(bucket_of)
         try:
             plan = make_plan(spec, budget_s=0.0, expired=expired, enough_bytes=self.job_plan_bytes)
         except SpecError:
@@ -152,7 +150,7 @@ class StepPlanner:
 
 
 def _edges_in_seconds(spec: PipelineSpec, most: PipelineSpec) -> list[EdgeSpec]:
-    """The edges with the seconds of their bytes, each held in a buffer as large as the longest microbatch needs."""
+    """The edges with the seconds of their bytes, each held in a buffer as large as the largest microbatch needs."""
     seconds = edge_costs(spec)
     edges = []
     for index, (edge, longest) in enumerate(zip(spec.edges, most.edges, strict=True)):

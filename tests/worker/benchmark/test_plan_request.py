@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import MappingProxyType
 
 import pytest
 
@@ -13,10 +14,11 @@ from tests.worker.driver.test_planning import JOB
 from worker.benchmark.links import network_spec
 from worker.benchmark.plan_request import plan_request
 from worker.contract.costs import EngineCosts, UpdateCosts
-from worker.contract.job import Lengths
+from worker.contract.job import Bucket, Lengths
 from worker.contract.profile import (
     CollectiveCost,
     LayerCost,
+    LayerEdge,
     LayerProfile,
     MeshCollectiveCosts,
     OptimizerState,
@@ -38,6 +40,8 @@ class Known(GangMeasurements):
     """Of a gang whose layers are measured, the rest given."""
 
     connection_bytes = 0
+    data_tells_lengths = True
+    of_buckets = MappingProxyType({Bucket(64, 2): "a", Bucket(128, 1): "c"})
 
     def memory_bytes(self):
         return {"m0": 100, "m1": 200}
@@ -45,11 +49,14 @@ class Known(GangMeasurements):
     def optimizer_state(self):
         return OptimizerState(2.0, 4)
 
-    def profile(self, microbatches):
-        return self.profiles["b"]
+    def profile(self, microbatches, bucket=None):
+        return self.profiles["b" if bucket is None else self.of_buckets[bucket]]
 
-    def length_profiles(self, microbatches):
-        return {64: self.profiles["a"], 128: self.profiles["c"]}
+    def smaller_buckets(self):
+        return list(self.of_buckets)
+
+    def tells_lengths(self):
+        return self.data_tells_lengths
 
     def network(self, *, loops, skips):
         return network_spec([], [], {"m0": "n", "m1": "n"}, loops=loops, skips=skips)
@@ -119,8 +126,9 @@ def test_shorter_microbatches_are_measured_where_single_steps_are_planned_by_the
     planned = replace(job, data=replace(job.data, lengths=Lengths()))
     read = PlanRequest.model_validate_json(json.dumps(plan_request(planned, measurements)))
     assert [
-        (one.microbatches, one.length, one.profile["layers"][0]["forward_s"]) for one in read.length_profiles
-    ] == [(COUNT, 64, 1.0), (COUNT, 128, 2.0)]
+        (one.microbatches, one.length, one.rows, one.profile["layers"][0]["forward_s"])
+        for one in read.length_profiles
+    ] == [(COUNT, 64, 2, 1.0), (COUNT, 128, 1, 2.0)]
     for other in (
         job,
         replace(planned, pipeline=replace(job.pipeline, schedule="1f1b")),
@@ -128,3 +136,29 @@ def test_shorter_microbatches_are_measured_where_single_steps_are_planned_by_the
         replace(planned, resources=replace(job.resources, meshes=1)),
     ):
         assert "length_profiles" not in plan_request(other, measurements)
+    measurements.data_tells_lengths = False
+    assert plan_request(planned, measurements)["length_profiles"] == []
+
+
+def bytes_of(request):
+    ((layer, edge),) = [(one["layers"][0], one["edges"][0]) for one in [request["profile"]]]
+    return layer["activation_bytes"], layer["weight_stash_bytes"], edge["bytes"]
+
+
+def test_the_plan_has_room_for_the_bytes_of_every_bucket_also_where_no_single_step_is_planned():
+    """What has no length needs more bytes where there are more rows."""
+    job, measurements = known(KINDS)
+    resources = replace(job.resources, workers=None, tensors=None)
+    job = replace(job, resources=resources, data=replace(job.data, lengths=Lengths()))
+    job = replace(job, pipeline=replace(job.pipeline, schedule="1f1b"))
+    edge = LayerEdge(0, 0, "x", 7, True)
+    made = {name: replace(one, edges=(edge,)) for name, one in measurements.profiles.items()}
+    layer = replace(made["a"].layers[0], activation_bytes=50, weight_stash_bytes=3)
+    made["a"] = replace(made["a"], layers=(layer,), edges=(replace(edge, bytes=90),))
+    measurements.profiles = made
+    measurements.data_tells_lengths = False
+    rows = job.training.global_batch // COUNT
+    measurements.of_buckets = {Bucket(64, rows + 1): "a"}
+    assert bytes_of(plan_request(job, measurements)) == (50, 3, 90)
+    measurements.of_buckets = {Bucket(64, rows): "a"}
+    assert bytes_of(plan_request(job, measurements)) == (10, 0, 7), "it has fewer tokens, and no more rows"

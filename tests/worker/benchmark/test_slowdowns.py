@@ -7,6 +7,7 @@ import random
 import pytest
 
 from worker.benchmark.slowdowns import LinkWatch, MeshWatch
+from worker.contract.job import Bucket
 
 
 def slots_of_step(seconds, microbatches=4):
@@ -111,8 +112,8 @@ def test_a_few_disturbed_steps_and_other_backwards_make_no_mesh_slow():
     assert said[1].factor == pytest.approx(2.0), "by its forwards, which both have"
 
 
-def of_lengths(lengths, factor=1.0):
-    """The slots of a step of one mesh, whose microbatches take as many seconds as they are long."""
+def of_buckets(buckets, factor=1.0):
+    """The slots of a step of one mesh, whose microbatches take as many seconds as they have tokens."""
     return [
         {
             "mesh": "m0",
@@ -121,22 +122,23 @@ def of_lengths(lengths, factor=1.0):
             "action": action,
             "microbatch": m,
             "start_s": 0.0,
-            "end_s": factor * length,
+            "end_s": factor * bucket.tokens,
         }
         for action in "FB"
-        for m, length in enumerate(lengths)
+        for m, bucket in enumerate(buckets)
     ]
 
 
-def test_steps_of_longer_microbatches_make_no_mesh_slow():
+def test_steps_of_larger_microbatches_make_no_mesh_slow():
     said = []
     watch = MeshWatch(lambda pace, slow: said.append(pace))
-    short, long = (1, 1, 2), (2, 9, 9)  # of 9 no first step had any
-    for lengths, factor in [*[(short, 1.0)] * 12, *[(long, 1.0)] * 20]:
-        watch.observe(of_lengths(lengths, factor), lengths)
+    one, two, nine = Bucket(1, 1), Bucket(1, 2), Bucket(3, 3)
+    small, large = (one, one, two), (two, nine, nine)  # of nine no first step had any
+    for buckets, factor in [*[(small, 1.0)] * 12, *[(large, 1.0)] * 20]:
+        watch.observe(of_buckets(buckets, factor), buckets)
     assert said == []
     for _ in range(5):
-        watch.observe(of_lengths(long, 2.0), long)
+        watch.observe(of_buckets(large, 2.0), large)
     assert [pace.factor for pace in said] == [pytest.approx(2.0)]
 
 

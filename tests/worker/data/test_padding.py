@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from tests.worker.unequal_texts import LONGEST, Texts, TextStream, text_length, unequal_job
 from worker.actor.batch_feed import Batches
 from worker.contract.failures import AttemptFailure
-from worker.contract.job import Data, Job, Lengths
+from worker.contract.job import Bucket, Data, Job, Lengths
 from worker.contract.reasons import Reason
 from worker.data.dataset import SampleOrder
+from worker.data.length_buckets import MAX_AUTO_BUCKETS, choose_lengths
 from worker.data.microbatches import BatchSlice, Microbatches
-from worker.data.padding import MAX_AUTO_BUCKETS, choose_buckets
 from worker.data.sampler import BatchSampler
 
 
@@ -100,11 +100,16 @@ LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=60)
     count=st.integers(1, 5),
     rows=st.integers(1, 3),
     workers=st.integers(1, 3),
+    varied=st.booleans(),
     data=st.data(),
 )
-def test_a_step_has_its_samples_each_once_in_equal_rows_of_like_length(lengths, count, rows, workers, data):
+def test_a_step_has_its_samples_each_once_in_microbatches_of_like_length(
+    lengths, count, rows, workers, varied, data
+):
+    """Of equally many rows, or of as many as `varied` ones take; rows without a target repeat a sample."""
     batch = count * rows * workers
-    made = microbatches(OfLengths(lengths), batch=batch, count=count)
+    multiple = workers if varied else None
+    made = microbatches(OfLengths(lengths), batch=batch, count=count, row_multiple=multiple)
     step = data.draw(st.integers(0, 4))
     read = [
         [made.read(step, m, BatchSlice(worker, workers)) for worker in range(workers)] for m in range(count)
@@ -115,16 +120,23 @@ def test_a_step_has_its_samples_each_once_in_equal_rows_of_like_length(lengths, 
         own = []
         for one in of_microbatch:
             (tokens,), target = one.rows
-            assert tokens.shape == target.shape == (rows, bucket)
-            samples = [row[0].item() - 1 for row in tokens]
-            assert one.tokens == sum(lengths[sample] for sample in samples)
-            for row, aim, sample in zip(tokens, target, samples, strict=True):
+            assert tokens.shape == target.shape == (bucket.rows // workers, bucket.length)
+            assert bucket.rows == rows * workers or varied
+            samples = []
+            for row, aim in zip(tokens, target, strict=True):
+                sample = row[0].item() - 1
                 size = lengths[sample]
-                assert row.tolist() == [sample + 1] * size + [0] * (bucket - size)
-                assert aim.tolist() == [sample + 1] * size + [-100] * (bucket - size)
+                assert row.tolist() == [sample + 1] * size + [0] * (bucket.length - size)
+                if aim[0] == -100:
+                    assert (aim == -100).all() and sample == samples[-1]
+                    continue
+                assert aim.tolist() == [sample + 1] * size + [-100] * (bucket.length - size)
+                samples.append(sample)
+            assert one.tokens == sum(lengths[sample] for sample in samples) > 0
             own += samples
         sizes = [lengths[sample] for sample in own]
-        assert bucket == min(one for one in made.buckets if one >= max(sizes))
+        holding = [one for one in made.buckets if one.length >= max(sizes) and one.rows >= len(own)]
+        assert bucket == min(holding, key=lambda one: one.tokens)
         assert min(sizes) >= longest
         longest = max(sizes)
         seen += own
@@ -136,8 +148,8 @@ def test_a_step_has_its_samples_each_once_in_equal_rows_of_like_length(lengths, 
 
 @settings(deadline=None)
 @given(lengths=LENGTHS)
-def test_chosen_buckets_are_few_ascending_and_hold_the_longest(lengths):
-    buckets = choose_buckets(lengths)
+def test_chosen_lengths_are_few_ascending_and_hold_the_longest(lengths):
+    buckets = choose_lengths(lengths)
     assert list(buckets) == sorted({*buckets}) and 1 <= len(buckets) <= MAX_AUTO_BUCKETS
     assert buckets[-1] == max(lengths)
 
@@ -147,11 +159,11 @@ def padding(lengths: list[int], buckets: tuple[int, ...]) -> float:
     return 1 - sum(lengths) / held
 
 
-def test_chosen_buckets_pad_less_than_equal_steps_and_than_one():
+def test_chosen_lengths_pad_less_than_equal_steps_and_than_one():
     lengths = [text_length(index, 512) for index in range(3000)]
     longest = max(lengths)
     steps = tuple(-(-longest * k // MAX_AUTO_BUCKETS) for k in range(1, MAX_AUTO_BUCKETS + 1))
-    chosen = padding(lengths, choose_buckets(lengths))
+    chosen = padding(lengths, choose_lengths(lengths))
     assert chosen < 0.75 * padding(lengths, steps) and chosen < 0.45 * padding(lengths, (longest,))
 
 
@@ -165,27 +177,26 @@ def test_a_resume_and_another_worker_have_the_same_microbatches():
 
 
 def test_a_step_of_a_stream_has_its_next_samples_in_rows_of_like_length_and_each_worker_its_rows():
-    """The stream is read by hand: 45 samples an epoch, 30 a step."""
+    """The stream is read by hand: 45 samples an epoch, 30 a step. With `auto` all microbatches have equal rows."""
     stream, following = TextStream(), []
     for epoch in range(3):
         stream.set_epoch(epoch)
         following += list(stream)
-    readers = [
-        batches_of(job_of("tests.worker.unequal_texts:TextStream", {"buckets": [11, 37]}), worker, 2)
-        for worker in range(2)
-    ]
+    job = job_of("tests.worker.unequal_texts:TextStream", {"buckets": [11, 37]})
+    job = replace(job, training=replace(job.training, microbatches="auto"))
+    readers = [batches_of(job, worker, 2) for worker in range(2)]
     for step in range(1, 5):
         samples = sorted(following[30 * step - 30 : 30 * step], key=lambda sample: len(sample[0]))
         for m in range(5):
             for worker, reader in enumerate(readers):
                 read, first = reader.read(step, m), 6 * m + 3 * worker
                 own = samples[first : first + 3]
-                assert read.bucket == (11 if len(samples[6 * m + 5][0]) <= 11 else 37)
+                assert read.bucket == Bucket(11 if len(samples[6 * m + 5][0]) <= 11 else 37, 6)
                 assert read.tokens == sum(len(tokens) for tokens, _ in own)
                 for row, (tokens, _) in zip(read.rows[0][0], own, strict=True):
-                    padded = torch.nn.functional.pad(tokens, (0, read.bucket - len(tokens)))
+                    padded = torch.nn.functional.pad(tokens, (0, read.bucket.length - len(tokens)))
                     assert torch.equal(row, padded)
-        assert readers[0].buckets_of(step) == ()
+        assert readers[0].bucket_numbers(step) == ()
 
 
 def test_a_stream_in_another_order_when_it_is_made_again_has_another_checksum():
@@ -236,7 +247,7 @@ def test_the_buckets_of_later_steps_are_told_without_reading_where_the_data_has_
 
 def test_parts_along_the_length_are_padded_each_in_its_way_and_others_left():
     batches = batches_of(job_of(f"{__name__}:Parts", {"buckets": [5, 9], "pad": 50}))
-    assert batches.buckets == (5, 9) and list(batches.examples) == [5, 9]
+    assert batches.buckets == (Bucket(5, 6), Bucket(9, 6)) and tuple(batches.examples) == batches.buckets
     (mask, ids, places, vector), target = batches.microbatch(1, 0)
     assert batches.keywords == ("attention_mask", "input_ids", "place_ids", "vector")
     assert vector.shape == (6, 9) and mask.dtype == torch.bool
@@ -257,23 +268,27 @@ def test_targets_are_padded_with_what_the_loss_ignores():
 
 def test_the_examples_of_a_bucket_have_its_shape_and_the_sample_is_the_longest():
     batches = batches_of(job_of(lengths={"buckets": [3, 11, 64]}), 1, 2)
-    assert [tuple(inputs[0].shape) for inputs, _ in batches.examples.values()] == [(3, 3), (3, 11), (3, 64)]
-    assert batches.sample is batches.examples[64] and batches.tokens_per_sample is None
-    assert {batches.read(1, m).bucket for m in range(5)} <= {3, 11, 64}
+    for (length, rows), (inputs, target) in batches.examples.items():
+        assert inputs[0].shape == target.shape == (rows // 2, length)
+        assert (target != -100).any(1).all(), "an example has a sample in every row"
+    assert [bucket.length for bucket in batches.buckets][-1] == 64 and len({*batches.buckets}) > 3
+    assert batches.sample is batches.examples[64, 6] and batches.tokens_per_sample is None
+    assert {batches.read(1, m).bucket for m in range(5)} <= {*batches.buckets}
 
 
 def test_chosen_buckets_stay_where_the_number_of_microbatches_changes():
     spec = unequal_job(buckets="auto")
     spec["training"]["microbatches"] = "auto"
     batches = batches_of(Job.from_json(spec))
-    before = batches.buckets
+    before = [bucket.length for bucket in batches.buckets]
     batches.set_microbatches(3)
-    assert batches.buckets == before and batches.microbatch(1, 0)[0][0].shape[0] == 10
+    assert [bucket.length for bucket in batches.buckets] == before and batches.microbatch(1, 0)[0][0].shape[
+        0
+    ] == 10
 
 
 def test_both_readings_of_the_first_samples_are_of_the_data_set():
-    batches = batches_of(job_of())
-    first, again = batches.checksums()
+    first, again = batches_of(job_of(), 0, 2).checksums()
     assert first == again == batches_of(job_of(), 1, 2).checksums()[0]
 
 
@@ -363,7 +378,7 @@ def test_a_large_data_set_without_lengths_is_not_read_for_its_buckets(monkeypatc
         AttemptFailure, match="45: write buckets, or give the data set an attribute `lengths`"
     ):
         batches_of(job_of())
-    assert batches_of(job_of("tests.worker.unequal_texts:TextsWithLengths")).buckets[-1] <= LONGEST
+    assert batches_of(job_of("tests.worker.unequal_texts:TextsWithLengths")).buckets[-1].length <= LONGEST
 
 
 def test_a_loss_that_cannot_weigh_unequal_microbatches_is_refused_by_the_worker():

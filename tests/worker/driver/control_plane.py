@@ -55,8 +55,8 @@ class ControlPlane:
                     self._answer(200, plane.replan(body))
                     return
                 if self.path.endswith("/step-plans"):
-                    plane.step_plan_requests.append(body["lengths"])
-                    self._answer(200, {"plans": plane.plan_steps(body["lengths"])})
+                    plane.step_plan_requests.append(body["buckets"])
+                    self._answer(200, {"plans": plane.plan_steps(body["buckets"])})
                     return
                 if self.path.endswith("/plan"):
                     plane.plan_requests.append(body)
@@ -94,9 +94,9 @@ class ControlPlane:
         """The first plan of an attempt."""
         return plan_of(self.given["job"], costs)
 
-    def plan_steps(self, lengths: list[list[int]]) -> list[dict[str, Any] | None]:
+    def plan_steps(self, steps: list[list[int]]) -> list[dict[str, Any] | None]:
         """The plans of single steps, by the attempt's first plan and its costs."""
-        return step_plans_of(self.given["job"], self.plan_requests[0], self.plan_answers[0], lengths)
+        return step_plans_of(self.given["job"], self.plan_requests[0], self.plan_answers[0], steps)
 
     def command(self) -> str:
         """What it wants of the attempt, with the answer to a report."""

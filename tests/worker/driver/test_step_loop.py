@@ -22,7 +22,7 @@ from tests.worker.workers import Workers
 from worker.actor.step_result import StepLengths
 from worker.checkpoint import format as checkpoint_format
 from worker.contract.failures import AttemptFailure, first_cause
-from worker.contract.job import CheckpointPolicy, Job
+from worker.contract.job import Bucket, CheckpointPolicy, Job
 from worker.contract.reasons import Reason
 from worker.data.sampler import BatchSampler
 from worker.driver import step_loop
@@ -155,7 +155,7 @@ def train(
         try:
             StepLoop(
                 planned,
-                samples=8,
+                samples=spec["training"]["global_batch"],
                 gang=gang,
                 checkpoints=checkpoints,
                 evaluations=Evaluations(None, gang=gang, reporter=heard, metrics=heard),
@@ -464,7 +464,7 @@ def test_the_log_has_a_line_every_few_seconds_with_rates_of_the_steps_since_the_
 
 
 def test_the_log_tells_the_share_of_padding_since_the_last_line():
-    log, lengths = StepLog(4, every_s=0.0), StepLengths((8, 64), 640, 1000)
+    log, lengths = StepLog(4, every_s=0.0), StepLengths((Bucket(8, 4), Bucket(64, 4)), 640, 1000)
     log.observe(replace(measured(1, 2.0), lengths=lengths), first=True, last=False)
     log._padded_tokens, log._tokens, log._seconds, log._samples, log._steps = 1000, 640, 2.0, 16, 1
     line = log.line(replace(measured(2, 2.0), lengths=lengths))
@@ -476,8 +476,8 @@ def test_the_padding_of_the_first_step_is_told_once_beside_that_of_the_longest()
     heard = train(unequal_job(), 3)
     events = [message for kind, message in heard.events if kind == "padding"]
     assert events == [
-        "step 1: 36.0% of its tokens are padding, with microbatches of 7, 7, 11, 19, 37; all of 37 long, 72.0% would be. "
-        "Tokens per second are those of samples; said once"
+        "step 1: 36.3% of its tokens are padding, with microbatches of 15 x 7 (1), 6 x 11 (1), 5 x 19 (1), 3 x 37 (2); all "
+        "of 37 long, 72.0% would be. Tokens per second are those of samples; said once"
     ]
 
 

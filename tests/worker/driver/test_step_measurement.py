@@ -6,6 +6,7 @@ import pytest
 
 from worker.actor.step_result import StepLengths, WorkerStep
 from worker.contract.failures import AttemptFailure
+from worker.contract.job import Bucket
 from worker.contract.program import MeasuredSlot
 from worker.contract.reasons import Reason
 from worker.driver.step_measurement import ClockOffset, measure_step
@@ -23,6 +24,9 @@ def result(slots, losses=(), **fields):
     return WorkerStep(slots, list(losses), **fields)
 
 
+BUCKETS = (Bucket(4, 2), Bucket(8, 2))
+
+
 def measured_lengths(of_workers):
     """The lengths of a step of two meshes of two workers."""
     return measure_step(
@@ -38,14 +42,16 @@ def measured_lengths(of_workers):
 
 
 def test_tokens_of_unequal_lengths_are_those_of_the_workers_of_one_mesh():
-    mesh = [StepLengths((4, 8), 11, 24), StepLengths((4, 8), 13, 24)]
+    mesh = [StepLengths(BUCKETS, 11, 24), StepLengths(BUCKETS, 13, 24)]
     record = measured_lengths([*mesh, *mesh])
-    assert record.lengths == StepLengths((4, 8), 24, 48) and record.usage.tokens == 24
+    assert record.lengths == StepLengths(BUCKETS, 24, 48) and record.usage.tokens == 24
 
 
-@pytest.mark.parametrize("other", [StepLengths((4, 16), 13, 24), StepLengths((4, 8), 14, 24)])
+@pytest.mark.parametrize(
+    "other", [StepLengths((Bucket(4, 2), Bucket(8, 1)), 13, 24), StepLengths(BUCKETS, 14, 24)]
+)
 def test_workers_that_saw_other_lengths_than_others_end_the_attempt(other):
-    mesh = [StepLengths((4, 8), 11, 24), StepLengths((4, 8), 13, 24)]
+    mesh = [StepLengths(BUCKETS, 11, 24), StepLengths(BUCKETS, 13, 24)]
     with pytest.raises(AttemptFailure, match="read samples of other lengths than others") as caught:
         measured_lengths([*mesh, mesh[0], other])
     assert caught.value.reason is Reason.DATA_FAILED

@@ -18,7 +18,7 @@ from tests.worker.jobs.test_unequal_lengths import PlainLoop
 from tests.worker.unequal_texts import unequal_job
 from tests.worker.workers import step_plans_of
 from worker.actor.step_result import LENGTHS_AHEAD, StepLengths
-from worker.contract.job import Job
+from worker.contract.job import Bucket, Job
 from worker.contract.planned import parse_planned_job
 from worker.driver.control_plane_client import Refused
 from worker.driver.planning import MOST_ASKED, StepPlans
@@ -37,12 +37,12 @@ class Control:
         self.held = threading.Event()
         self.held.set()
 
-    def plan_steps(self, lengths):
-        self.asked.append([tuple(of_step) for of_step in lengths])
+    def plan_steps(self, steps):
+        self.asked.append([tuple(of_step) for of_step in steps])
         assert self.held.wait(60.0)
         if self.errors:
             raise self.errors.pop(0)
-        return self.answers or plan_steps(OF, COSTS, ANSWER, lengths)
+        return self.answers or plan_steps(OF, COSTS, ANSWER, steps)
 
 
 def plans_of(control, obstacle=lambda planned: None):
@@ -62,7 +62,7 @@ def answered():
 
 
 def observe(plans, step, later, left=LEFT):
-    plans.observe(step, StepLengths(FIRST, 10, 20, later), steps_left=left)
+    plans.observe(step, StepLengths((Bucket(8, 4),), 10, 20, later), steps_left=left)
 
 
 def test_steps_run_by_plans_that_were_made_ahead_and_equal_lengths_are_asked_for_once():
@@ -248,9 +248,9 @@ class WithCores(ControlPlane):
     def plan(self, costs):
         return super().plan({**costs, "workers": []})
 
-    def plan_steps(self, lengths):
+    def plan_steps(self, steps):
         costs = {**self.plan_requests[0], "workers": []}
-        return step_plans_of(self.given["job"], costs, self.plan_answers[0], lengths)
+        return step_plans_of(self.given["job"], costs, self.plan_answers[0], steps)
 
 
 @pytest.mark.slow
@@ -264,7 +264,7 @@ def test_an_attempt_runs_steps_by_plans_of_their_own_with_the_losses_of_a_plain_
     expected = PlainLoop(spec).train(range(1, last + 1)).losses
     assert [step["loss"] for step in plane.steps] == pytest.approx(expected, rel=1e-4)
     told = {event["kind"]: event["message"] for report in plane.reports for event in report["events"]}
-    assert "runs by a plan for the lengths of its microbatches" in told["steps_planned"]
+    assert "runs by a plan for the shapes of its microbatches" in told["steps_planned"]
     running = [report["running_plan"] for report in plane.reports if report.get("running_plan")]
     assert running and all(one["plan"]["spec"]["bucket_of"] for one in running)
     assert len({tuple(of_step) for asked in plane.step_plan_requests for of_step in asked}) == sum(

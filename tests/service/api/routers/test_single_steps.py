@@ -31,7 +31,7 @@ async def planned(api: Api, job_id: str) -> dict[str, Any]:
         "microbatches": 8,
         "profile": measured(6, 3).to_json(),
         "length_profiles": [
-            {"microbatches": 8, "length": 64, "profile": measured(6, 3, microbatch=0.25).to_json()}
+            {"microbatches": 8, "length": 64, "rows": 1, "profile": measured(6, 3, microbatch=0.25).to_json()}
         ],
         "network": NETWORK,
     }
@@ -44,8 +44,8 @@ async def planned(api: Api, job_id: str) -> dict[str, Any]:
 async def test_single_steps_are_planned_and_a_step_that_ran_by_one_is_compared_with_it(api: Api):
     job_id = await started(api)
     running = await planned(api, job_id)
-    lengths = [[64] * 6 + [256] * 2, [256] * 8]
-    answer = await api.driver(job_id, "POST", "/step-plans", json={"lengths": lengths})
+    steps = [[0] * 6 + [1] * 2, [1] * 8]
+    answer = await api.driver(job_id, "POST", "/step-plans", json={"buckets": steps})
     assert answer.status_code == 200, answer.text
     own, none = answer.json()["plans"]
     assert none is None and own["spec"]["bucket_of"] == [0] * 6 + [1] * 2
@@ -66,7 +66,7 @@ async def test_single_steps_are_planned_and_a_step_that_ran_by_one_is_compared_w
     assert found["step"] == 9 and found["planned"]["makespan_s"] == pytest.approx(own["plan"]["makespan_s"])
     assert found["measured"]["makespan_s"] == pytest.approx(own["plan"]["makespan_s"], rel=0.02)
     assert found["changes"] == [] and "changes were not tried" in " ".join(found["notes"])
-    again = await api.driver(job_id, "POST", "/step-plans", json={"lengths": lengths[:1]})
+    again = await api.driver(job_id, "POST", "/step-plans", json={"buckets": steps[:1]})
     assert again.json()["plans"][0]["plan"]["slots"] == own["plan"]["slots"], (
         "by the plan that was reported, too"
     )
@@ -76,9 +76,11 @@ async def test_steps_of_a_plan_that_knows_no_lengths_or_of_another_number_of_mic
     api: Api,
 ):
     job_id = await started(api)
-    problem(await api.driver(job_id, "POST", "/step-plans", json={"lengths": [[64]]}), 409)
+    problem(await api.driver(job_id, "POST", "/step-plans", json={"buckets": [[0]]}), 409)
     await planned(api, job_id)
-    refused = problem(await api.driver(job_id, "POST", "/step-plans", json={"lengths": [[64, 64]]}), 422)
-    assert "2 lengths are given for 8" in refused["detail"]
-    problem(await api.driver(job_id, "POST", "/step-plans", json={"lengths": []}), 422)
-    problem(await api.driver(job_id, "POST", "/step-plans", token="wrong", json={"lengths": [[1]]}), 401)
+    refused = problem(await api.driver(job_id, "POST", "/step-plans", json={"buckets": [[0, 0]]}), 422)
+    assert "2 buckets are given for 8" in refused["detail"]
+    refused = problem(await api.driver(job_id, "POST", "/step-plans", json={"buckets": [[2] * 8]}), 422)
+    assert "in bucket 2, and the job's plan knows 0 to" in refused["detail"]
+    problem(await api.driver(job_id, "POST", "/step-plans", json={"buckets": []}), 422)
+    problem(await api.driver(job_id, "POST", "/step-plans", token="wrong", json={"buckets": [[1]]}), 401)

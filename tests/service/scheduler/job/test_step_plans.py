@@ -54,7 +54,8 @@ def costs_of(seed, memory=None, noise=1.0, parameters=True):
     return {
         "profile": profile_of(LENGTHS[-1], seed, parameters).to_json(),
         "length_profiles": [
-            {"microbatches": COUNT, "length": n, "profile": one.to_json()} for n, one in shorter.items()
+            {"microbatches": COUNT, "length": n, "rows": 4, "profile": one.to_json()}
+            for n, one in shorter.items()
         ],
         "network": NETWORK,
         "memory": [{"mesh": f"m{m}", "memory_bytes": memory} for m in range(MESHES)] if memory else [],
@@ -77,8 +78,9 @@ def least_bytes(answer):
 
 
 def steps(seed, count=4):
+    """The buckets of the microbatches of some steps, by number."""
     draw = random.Random(seed)
-    return [sorted(draw.choice(LENGTHS) for _ in range(COUNT)) for _ in range(count)]
+    return [sorted(draw.randrange(len(LENGTHS)) for _ in range(COUNT)) for _ in range(count)]
 
 
 @examples(15, 8)
@@ -154,7 +156,7 @@ def test_where_memory_holds_few_of_the_longest_steps_of_shorter_ones_are_much_sh
     of = job(recompute="none")
     _, _, answer = planned(5, of, parameters=False)
     _, costs, answer = planned(5, of, memory=least_bytes(answer), parameters=False)
-    lengths = [32] * 4 + [64] * 3 + [256]
+    lengths = [LENGTHS.index(length) for length in [32] * 4 + [64] * 3 + [256]]
     (found,) = plan_steps(of, costs, answer, [lengths])
     planner = StepPlanner.from_json(answer["step_planner"])
     assert found["plan"]["makespan_s"] < 0.85 * planner.makespan_by_job_plan(planner.spec_of(lengths))
@@ -162,7 +164,9 @@ def test_where_memory_holds_few_of_the_longest_steps_of_shorter_ones_are_much_sh
 
 def test_a_step_of_the_longest_alone_keeps_the_jobs_plan():
     of, costs, answer = planned(1)
-    assert plan_steps(of, costs, answer, [[256] * COUNT]) == [None]
+    assert plan_steps(of, costs, answer, [[len(LENGTHS) - 1] * COUNT]) == [None]
+    with pytest.raises(SpecError, match=f"in bucket {len(LENGTHS)}, and the job's plan knows 0 to"):
+        plan_steps(of, costs, answer, [[len(LENGTHS)] * COUNT])
 
 
 def test_where_workers_share_cores_that_decide_no_step_has_a_plan_of_its_own():
@@ -187,7 +191,7 @@ def test_a_step_that_does_not_fit_without_a_search_and_lengths_with_other_layers
     assert plan_steps(of, costs, answer, steps(2)) == [None] * len(steps(2))
     profile = profile_of(64, 2)
     others = replace(profile, layers=tuple(replace(layer, name=f"x{layer.name}") for layer in profile.layers))
-    of_length = {"microbatches": COUNT, "length": 64, "profile": others.to_json()}
+    of_length = {"microbatches": COUNT, "length": 64, "rows": 4, "profile": others.to_json()}
     odd = {**costs_of(2), "length_profiles": [of_length]}
     assert "step_planner" not in job_plan_json(plan_job(of, JobCosts.from_json(odd, of), budget_s=0.0))
 
@@ -226,7 +230,7 @@ def test_gradients_of_several_workers_are_summed_in_the_plan_of_a_step_too():
 
 
 @pytest.mark.parametrize(
-    ("given", "says"), [({"schedule": "1f1b"}, "knows no costs"), ({}, "3 lengths are given for 8")]
+    ("given", "says"), [({"schedule": "1f1b"}, "knows no costs"), ({}, "3 buckets are given for 8")]
 )
 def test_what_cannot_be_planned_is_refused(given, says):
     of, costs, answer = planned(1, job(**given))
