@@ -469,6 +469,7 @@ class Gang:
         deadline = time.monotonic() + limit_s
         waiting = list(refs)
         failures: list[tuple[int, AttemptFailure]] = []
+        reports = _CrashReports(self.addresses)
         results: dict[ray.ObjectRef, Any] = {}
         while waiting:
             done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=POLL_S)
@@ -481,6 +482,7 @@ class Gang:
                     lost = failure.reason is Reason.WORKER_LOST
                     if lost and not failures:
                         self.announce_loss(self._located_name(index))
+                        reports.request(index)
                     until = time.monotonic() + (LOSS_GRACE_S if lost else CAUSE_GRACE_S)
                     deadline = min(deadline, until) if failures else until
                     failures.append((index, failure))
@@ -497,7 +499,7 @@ class Gang:
         if failures:
             for _, failure in failures if len(failures) > 1 else ():
                 log.error("who waited for whom: %s", failure.message)
-            cause = self._cause(failures, what)
+            cause = self._cause(failures, what, reports)
             if waiting and cause.reason is Reason.SLOT_STALLED:
                 raise self._with_silent_workers(cause, [refs.index(ref) for ref in waiting])
             raise cause
@@ -508,9 +510,14 @@ class Gang:
         index = self._index(error, index)
         return self._cause([(index, call_failure(error, self._located_name(index), what))], what)
 
-    def _cause(self, failures: Sequence[tuple[int, AttemptFailure]], what: str) -> AttemptFailure:
+    def _cause(
+        self,
+        failures: Sequence[tuple[int, AttemptFailure]],
+        what: str,
+        reports: _CrashReports | None = None,
+    ) -> AttemptFailure:
         """The failure that explains the others: NODE_LOST where a node of the gang is gone, and a lost worker with its
-        crash report."""
+        crash report, of those that were requested or is read now."""
         found = [failure for _, failure in failures]
         if any(failure.reason in _MAY_FOLLOW_FROM_A_LOST_NODE for failure in found):
             lost = lost_nodes(address.node_id for address in self.addresses)
@@ -520,7 +527,7 @@ class Gang:
                 failure.nodes = tuple(lost)
                 return first_cause([failure, *found])
         if first_cause(found).reason is Reason.WORKER_LOST:
-            found = with_crash_reports(failures, self.addresses)
+            found = (reports or _CrashReports(self.addresses)).added_to(failures)
         cause = first_cause(found)
         index, _ = failures[found.index(cause)]
         if cause.reason is Reason.ACCELERATOR_FAILED and index < len(self.addresses):
@@ -749,34 +756,46 @@ def call_failure(error: Exception, worker: str, what: str) -> AttemptFailure:
     return as_failure(error, Reason.INTERNAL)
 
 
-def with_crash_reports(
-    failures: Sequence[tuple[int, AttemptFailure]], addresses: Sequence[WorkerAddress]
-) -> list[AttemptFailure]:
-    """The failures by numbers of workers, those of lost workers with the crash reports of their processes where they left
-    any. All are read at once."""
-    refs = {
-        position: _read_crash_report.options(
+class _CrashReports:
+    """The crash reports of workers at these addresses, each read on the worker's node."""
+
+    def __init__(self, addresses: Sequence[WorkerAddress]) -> None:
+        self._addresses = addresses
+        self._requested: dict[int, ray.ObjectRef] = {}
+
+    def request(self, index: int) -> None:
+        """Begin to read the report of worker `index`, without waiting for it; nothing where it never came up."""
+        if index in self._requested or index >= len(self._addresses):
+            return
+        address = self._addresses[index]
+        self._requested[index] = _read_crash_report.options(
             num_cpus=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(addresses[index].node_id, soft=False),
-        ).remote(addresses[index].process_id)
-        for position, (index, failure) in enumerate(failures)
-        if failure.reason is Reason.WORKER_LOST and index < len(addresses)
-    }
-    found = [failure for _, failure in failures]
-    if not refs:
-        return found
-    done, late = ray.wait(list(refs.values()), num_returns=len(refs), timeout=_CRASH_REPORT_LIMIT_S)
-    for ref in late:
-        ray.cancel(ref, force=True)
-    for position, ref in refs.items():
+            scheduling_strategy=NodeAffinitySchedulingStrategy(address.node_id, soft=False),
+        ).remote(address.process_id)
+
+    def added_to(self, failures: Sequence[tuple[int, AttemptFailure]]) -> list[AttemptFailure]:
+        """The failures by numbers of workers, those of lost workers with the reports that their processes left."""
+        for index, failure in failures:
+            if failure.reason is Reason.WORKER_LOST:
+                self.request(index)
+        refs = list(self._requested.values())
+        done, late = (
+            ray.wait(refs, num_returns=len(refs), timeout=_CRASH_REPORT_LIMIT_S) if refs else ([], [])
+        )
+        for ref in late:
+            ray.cancel(ref, force=True)
+        return [self._added_to(index, failure, done) for index, failure in failures]
+
+    def _added_to(self, index: int, failure: AttemptFailure, done: Sequence[ray.ObjectRef]) -> AttemptFailure:
+        ref = self._requested.get(index)
+        if failure.reason is not Reason.WORKER_LOST or ref not in done:
+            return failure
         try:
-            report = ray.get(ref) if ref in done else None
+            report = ray.get(ref)
         except Exception as error:  # the node may be gone by now
-            log.debug("no crash report of worker %s: %s", failures[position][0], error)
-            continue
-        if report is not None:
-            found[position] = add_crash_report(found[position], report)
-    return found
+            log.debug("no crash report of worker %s: %s", index, error)
+            return failure
+        return failure if report is None else add_crash_report(failure, report)
 
 
 def add_crash_report(failure: AttemptFailure, report: CrashReport) -> AttemptFailure:

@@ -29,7 +29,7 @@ from tests.worker.actor.test_actor import job
 from tests.worker.driver.control_plane import ControlPlane
 from tests.worker.driver.resident import AS_OTHERS, Resident
 from tests.worker.workers import placement_of
-from worker.contract.failures import AttemptFailure
+from worker.contract.failures import AttemptFailure, CrashReport
 from worker.contract.reasons import Reason
 from worker.driver import gang as gang_module
 from worker.driver.gang import Gang, Phase, placement_text
@@ -311,6 +311,34 @@ def test_drains_are_looked_for_however_soon_all_workers_answer(monkeypatch):
     monkeypatch.setattr(gang_module, "ray", at_once)
     assert gang.wait([3, 4], phase=Phase.STEP, what="step 1") == [3, 4]
     assert asked
+
+
+def test_a_crash_report_is_requested_while_the_others_are_still_waited_for(monkeypatch):
+    gang, order = make_gang([1, 1], lambda nodes: None), []
+    gang.addresses = tuple(WorkerAddress(f"m{n}", 0, "10.0.0.1", "ab" * 28, 40 + n, "cpu") for n in range(2))
+    gang._drains = SimpleNamespace(poll=lambda: order.append("look"))
+    left = iter([(["lost"], ["other"]), (["other"], [])])
+
+    def request(process_id):
+        order.append(f"report of {process_id}")
+        return "report"
+
+    def get(ref):
+        if ref == "lost":
+            raise ray.exceptions.RayActorError
+        return {"other": "answer", "report": CrashReport("B of step 3", None, "")}[ref]
+
+    fake = SimpleNamespace(
+        wait=lambda refs, **_: next(left, (refs, [])), get=get, exceptions=ray.exceptions, cancel=None
+    )
+    monkeypatch.setattr(gang_module, "ray", fake)
+    monkeypatch.setattr(gang_module, "lost_nodes", lambda node_ids: {})
+    reader = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=request))
+    monkeypatch.setattr(gang_module, "_read_crash_report", reader)
+    with pytest.raises(AttemptFailure, match=r"m0 .* is gone: .*; it was in B of step 3") as caught:
+        gang.wait(["lost", "other"], phase=Phase.STEP, what="step 3")
+    assert caught.value.reason is Reason.WORKER_LOST
+    assert order == ["report of 40", "look", "look"], "once, and not only when all have answered"
 
 
 def test_a_failed_accelerator_is_told_with_its_node():
