@@ -203,8 +203,8 @@ class LengthGroups:
         return self._block(grouped, grouped.groups[microbatch], bucket, worker, workers)
 
     def example(self, step: int, bucket: Bucket, worker: int, workers: int) -> tuple[list[Any], int]:
-        """As `rows`, of samples of `step` that fill a bucket: the longest that it holds, and where these are too few the
-        next longer ones, cut."""
+        """The answer of `rows` for samples of `step` that fill a bucket: the longest that it holds, and where these are too
+        few the next longer ones, cut."""
         grouped = self._group(step)
         places = sorted(range(len(grouped.lengths)), key=lambda at: (grouped.lengths[at], at))
         held = sum(length <= bucket.length for length in grouped.lengths)
