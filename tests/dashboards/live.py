@@ -66,8 +66,9 @@ class Server:
         return [t["health"] for t in self.get("targets")["activeTargets"]]
 
     def targets(self) -> dict[str, str]:
-        """Health of every scraped target, by its scrape pool."""
-        return {t["scrapePool"]: t["health"] for t in self.get("targets")["activeTargets"]}
+        """Health of every scraped target, and its last error, by its scrape pool."""
+        targets = self.get("targets")["activeTargets"]
+        return {t["scrapePool"]: f"{t['health']} {t['lastError']}".strip() for t in targets}
 
 
 @contextlib.contextmanager
@@ -84,6 +85,7 @@ def prometheus(folder: Path, *control_planes: str, gpus: str | None = None) -> I
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     config["rule_files"] = [str(ROOT / "dashboards" / "rules.yml")]
     plane, *drivers = config["scrape_configs"]
+    del plane["authorization"]
     plane["static_configs"] = [{"targets": [url.removeprefix("http://") for url in control_planes]}]
     for scrape in drivers:
         scrape.pop("scrape_interval", None)

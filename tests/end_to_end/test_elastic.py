@@ -53,8 +53,14 @@ def test_a_job_that_loses_a_node_for_good_goes_on_with_what_is_left(server, ray_
     attempts = lambda: server.job(job_id)["attempts"]  # noqa: E731
     until(lambda: len(server.steps(job_id)) > 30, attempts, every_s=0.3, limit_s=200)
     spot_node.kill()
+
+    def is_past_the_first_attempt() -> bool:
+        """By attempt, then step: a step that no later attempt has made again stands before those that one has."""
+        numbers = [(step["attempt"], step["step"]) for step in server.steps(job_id)]
+        return numbers[-1][0] > 1 and numbers[-1][1] == max(step for _, step in numbers)
+
     until(
-        lambda: any(step["attempt"] > 1 for step in server.steps(job_id)),
+        is_past_the_first_attempt,
         lambda: (server.job(job_id), server.client.get("/api/v1/nodes").json()),
         every_s=0.3,
         limit_s=150,

@@ -117,10 +117,10 @@ def start(cluster, tmp_path):
     print((tmp_path / LOG).read_text(errors="replace"))
 
 
-def spec(folder):
+def spec(folder, steps=STEPS):
     made = job(stages=MESHES, meshes=MESHES)
     made["pipeline"] |= {"schedule": "1f1b", "replan": "off"}
-    made["training"]["steps"] = STEPS
+    made["training"]["steps"] = steps
     made["checkpoint"] = {"uri": str(folder), "every_steps": 4}
     made["data"] = {"factory": "tests.worker.workers:Slow", "args": {"length": 8}}
     return made
@@ -177,9 +177,10 @@ def test_the_workers_that_are_left_go_on_in_their_processes_with_the_losses_of_a
 
 
 def test_a_spare_that_has_waited_goes_on_in_the_place_of_a_lost_worker_with_the_same_losses(start, tmp_path):
-    alone, process = start(spec(tmp_path / "alone"))
-    assert process.wait(200) == 0
-    spared = spec(tmp_path / "killed")
+    steps = 4 * STEPS  # a spare comes up beside them, twice
+    alone, process = start(spec(tmp_path / "alone", steps))
+    assert process.wait(300) == 0
+    spared = spec(tmp_path / "killed", steps)
     spared["resources"]["spares"] = 1
     plane, process = start(spared)
     for number in (1, 2):
@@ -190,8 +191,8 @@ def test_a_spare_that_has_waited_goes_on_in_the_place_of_a_lost_worker_with_the_
         plane.wait_for_steps_of(number + 1)
         assert workers().keys() >= {*trained, spare} - {trained[number]}, "none of the others is started anew"
         assert len(plane.events_of(number + 1, "spare")) == 1
-    assert process.wait(200) == 0
-    assert plane.losses() == alone.losses() and len(alone.losses()) == STEPS
+    assert process.wait(300) == 0
+    assert plane.losses() == alone.losses() and len(alone.losses()) == steps
     assert_nothing_held()
 
 
