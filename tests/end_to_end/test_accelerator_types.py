@@ -26,7 +26,8 @@ def typed_node(ray_head: RayHead, server: Server) -> Iterator[SpotNode]:
 
 def test_jobs_train_on_the_type_that_they_ask_for_or_leave_it_to_others(server, ray_head, typed_node):
     asks = job_spec("gpt-typed", resources=TWO | {"accelerator": TYPE})
-    typed = [server.submit(asks), server.submit(asks | {"name": "gpt-later"})]
+    endless = asks | {"name": "gpt-first", "training": asks["training"] | {"steps": 100_000}}
+    first, later = server.submit(endless), server.submit(asks)  # one waits for its type throughout
     untyped = server.submit(job_spec("gpt-any", resources=TWO))
     too_large = server.submit(
         job_spec("gpt-large", resources={"meshes": 4, "device": "cpu", "accelerator": TYPE})
@@ -39,13 +40,16 @@ def test_jobs_train_on_the_type_that_they_ask_for_or_leave_it_to_others(server, 
     )
     assert f"of type {TYPE}" in server.job(too_large)["message"]
     server.client.post(f"/api/v1/jobs/{too_large}/cancel").raise_for_status()
-    for job_id in (*typed, untyped):
+    for job_id in (untyped, later):
         job = server.wait(job_id, limit_s=300)
         assert job["state"] == "SUCCEEDED", job
         (attempt,) = job["attempts"]
         nodes = {mesh["node"] for mesh in attempt["placed"]}
         if job_id == untyped:
             assert attempt["accelerator_type"] is None and typed_node.NAME not in nodes
+            server.client.post(f"/api/v1/jobs/{first}/cancel").raise_for_status()
+            (attempt,) = server.wait(first)["attempts"]
+            assert attempt["accelerator_type"] == TYPE
         else:
             assert (attempt["accelerator_type"], nodes) == (TYPE, {typed_node.NAME})
         assert [step["loss"] for step in server.steps(job_id)] == pytest.approx(plain_losses(asks), rel=1e-4)
