@@ -27,7 +27,9 @@ def typed_node(ray_head: RayHead, server: Server) -> Iterator[SpotNode]:
 def test_jobs_train_on_the_type_that_they_ask_for_or_leave_it_to_others(server, ray_head, typed_node):
     asks = job_spec("gpt-typed", resources=TWO | {"accelerator": TYPE})
     endless = asks | {"name": "gpt-first", "training": asks["training"] | {"steps": 100_000}}
-    first, later = server.submit(endless), server.submit(asks)  # one waits for its type throughout
+    first = server.submit(endless)
+    server.wait(first, {"RUNNING"}, limit_s=300)
+    later = server.submit(asks)  # waits for its type throughout
     untyped = server.submit(job_spec("gpt-any", resources=TWO))
     too_large = server.submit(
         job_spec("gpt-large", resources={"meshes": 4, "device": "cpu", "accelerator": TYPE})

@@ -111,7 +111,7 @@ class Microbatches:
         (self._lengths or self.source).forget_first_samples()
 
     def _padded(self, step: int, microbatch: int, part: BatchSlice, bucket: Bucket) -> ReadMicrobatch:
-        return self._stacked(self._lengths.rows(step, microbatch, part.worker, part.workers, bucket), bucket)
+        return self._stacked(self._lengths.rows(step, microbatch, bucket, part.worker, part.workers), bucket)
 
     def _stacked(self, fitted: tuple[list[Any], int], bucket: Bucket) -> ReadMicrobatch:
         samples, tokens = fitted

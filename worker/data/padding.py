@@ -82,7 +82,7 @@ class Padding:
     @property
     def hides_targets(self) -> bool:
         """True where the loss ignores all of a sample whose target is padding alone."""
-        return None not in self.target
+        return bool(self.target) and None not in self.target
 
     def length(self, sample: Any) -> int:
         """The length of a sample. Raises ValueError where it has other inputs, or none of shape (length,)."""
@@ -194,12 +194,11 @@ class LengthGroups:
         return self.order.buckets
 
     def rows(
-        self, step: int, microbatch: int, worker: int, workers: int, bucket: Bucket | None = None
+        self, step: int, microbatch: int, bucket: Bucket, worker: int, workers: int
     ) -> tuple[list[Any], int]:
-        """Block `worker` of the `workers` equal ones in which a microbatch, padded to its bucket, is shared, and the tokens
-        of these samples before."""
+        """Block `worker` of the `workers` equal ones in which a microbatch, padded to a bucket that holds it, is shared, and
+        the tokens of these samples before."""
         grouped = self._group(step)
-        bucket = bucket or grouped.buckets[microbatch]
         return self._block(grouped, grouped.groups[microbatch], bucket, worker, workers)
 
     def example(self, step: int, bucket: Bucket, worker: int, workers: int) -> tuple[list[Any], int]:

@@ -19,6 +19,7 @@ from worker.contract.reasons import Reason
 from worker.data.dataset import SampleOrder
 from worker.data.length_buckets import MAX_AUTO_BUCKETS, choose_lengths
 from worker.data.microbatches import BatchSlice, Microbatches
+from worker.data.padding import Padding
 from worker.data.sampler import BatchSampler
 
 
@@ -257,6 +258,14 @@ def test_parts_along_the_length_are_padded_each_in_its_way_and_others_left():
         assert ids[row].tolist() == wanted + [50] * (5 - size)
         assert places[row].tolist() == wanted + [0] * (5 - size)
         assert target[row].tolist() == list(range(size)) + [-100] * (5 - size)
+
+
+@pytest.mark.parametrize(
+    ("target", "hides"), [(torch.ones(3).long(), True), (torch.tensor(4), False), ((), False)]
+)
+def test_rows_are_left_only_where_every_target_lies_along_the_length(target, hides):
+    found = Padding.of([(torch.arange(3), target)], Lengths(), ignored=-100, data="own:data")
+    assert found.hides_targets is hides
 
 
 def test_targets_are_padded_with_what_the_loss_ignores():
