@@ -105,17 +105,17 @@ class Site:
         return [k for k, host in enumerate(self.ray.hosts) if host in hosts]
 
     def driver(self) -> psutil.Process:
-        """The driver of the last attempt, which runs on the head."""
-        number = self.attempt()["number"]
+        """The driver of the last attempt, which runs on the head; it may have run the attempts before that one too."""
+        found = []
         for process in psutil.process_iter():
             if "worker.driver" in process_title(process):
-                try:
-                    own = process.environ().get("SLOTLINE_ATTEMPT_ID") == f"{self.job_id}-{number}"
-                except psutil.Error:
-                    continue
-                if own and process.status() != psutil.STATUS_ZOMBIE:
-                    return process
-        raise NothingToBreakError(f"no driver of attempt {number} of {self.job_id}")
+                with contextlib.suppress(psutil.Error):
+                    own = process.environ().get("SLOTLINE_ATTEMPT_ID", "").startswith(f"{self.job_id}-")
+                    if own and process.status() != psutil.STATUS_ZOMBIE:
+                        found.append(process)
+        if not found:
+            raise NothingToBreakError(f"no driver of {self.job_id}")
+        return max(found, key=psutil.Process.create_time)
 
 
 @dataclass(frozen=True)
@@ -396,7 +396,11 @@ def run(site: Site, faults: list[str], draw: random.Random, deadline: float) -> 
         if time.monotonic() > deadline:
             print(f"{len(faults) - number + 1} faults are left for another run")
             break
-        outcome = (end if name in FATAL else survive)(site, name, draw)
+        try:
+            outcome = (end if name in FATAL else survive)(site, name, draw)
+        except NothingToBreakError as error:  # an attempt that has just begun or ended
+            print(f"{number:3d} left out {name}: {error}", flush=True)
+            continue
         outcomes.append(outcome)
         seconds = [f"{s:.1f}" if s is not None else "-" for s in (outcome.noticed_s, outcome.again_s)]
         print(
