@@ -134,7 +134,6 @@ def cut_into_groups(
     for number in range(microbatches):
         begins = np.maximum(least * number, ends[None, :] - rows[:, None])
         tried = np.minimum(sums[:, np.minimum(begins, count)] + cost, _NEVER)
-        tried[:, :, : least * (number + 1)] = _NEVER
         chosen.append(tried.argmin(axis=1))
         sums = tried.min(axis=1)
     totals = np.where(sums[:, -1] < _NEVER, sums[:, -1] + _WEIGHT_OF_LARGEST * limits, _NEVER)

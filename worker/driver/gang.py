@@ -9,6 +9,7 @@ Owns where actors run and how they end; must not know what they compute.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -16,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
@@ -47,6 +48,7 @@ from worker.machine.node import (
     end_mps_clients,
     lost_nodes,
     offered_nodes,
+    own_node_id,
     spare_nodes,
 )
 
@@ -613,7 +615,8 @@ class Gang:
         self._group, self.meshes, self._spares = None, (), {}
         self.announce_loss = _tell_nobody
         self.addresses = tuple(ended)
-        self._clean_up()  # nobody waits for it: they are gone
+        # nobody waits for it: they are gone
+        threading.Thread(target=self._end_processes, name="slotline-ended", daemon=True).start()
         return kept
 
     def _take_spare(self, place: int, ended: list[WorkerAddress]) -> tuple[int, ray.actor.ActorHandle] | None:
@@ -674,34 +677,33 @@ class Gang:
         node_id = self.addresses[index].node_id
         return f"{self.name(index)} on node {self._node_names.get(node_id, self.addresses[index].node)}"
 
-    def _clean_up(self) -> list[ray.ObjectRef]:
-        """Begin to end what is left of the workers' processes on their nodes, and to remove their crash reports."""
+    def _end_processes(self) -> None:
+        """End what is left of the workers' processes on their nodes, and remove their crash reports: Ray asks a process to
+        end, and one that is stopped never answers."""
         by_node: dict[str, list[int]] = {}
         for address in self.addresses:
             by_node.setdefault(address.node_id, []).append(address.process_id)
         self.addresses = ()
+        if not by_node:
+            return
         alive = {node.node_id for node in cluster_nodes() if node.alive} - self._lost_nodes
-        return [
-            _kill_processes.options(
-                num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
-            ).remote(ids, KILL_GRACE_S)
+        here = by_node.pop(own_node_id(), [])
+        refs = [
+            _on_node(node_id, _kill_processes).remote(ids, KILL_GRACE_S)
             for node_id, ids in by_node.items()
             if node_id in alive
         ]
-
-    def _end_processes(self) -> None:
-        """Ray asks a process to end; one that is stopped never answers, so it is killed on its node."""
-        if not (refs := self._clean_up()):
-            return
-        done, late = ray.wait(refs, num_returns=len(refs), timeout=KILL_GRACE_S + 10.0)
+        killed = []
+        with _logged("could not look for left-over worker processes"):
+            killed += end_processes(here, KILL_GRACE_S)
+        done, late = ray.wait(refs, num_returns=len(refs), timeout=KILL_GRACE_S + 10.0) if refs else ([], [])
         for ref in late:
             ray.cancel(ref, force=True)
         for ref in done:
-            try:
-                if killed := ray.get(ref):
-                    log.warning("worker processes %s did not end when asked and were killed", killed)
-            except Exception as error:
-                log.warning("could not look for left-over worker processes: %s", error)
+            with _logged("could not look for left-over worker processes"):
+                killed += ray.get(ref)
+        if killed:
+            log.warning("worker processes %s did not end when asked and were killed", killed)
 
 
 _PARTS_NAMED = 40
@@ -762,16 +764,17 @@ class _CrashReports:
     def __init__(self, addresses: Sequence[WorkerAddress]) -> None:
         self._addresses = addresses
         self._requested: dict[int, ray.ObjectRef] = {}
+        self._read: dict[int, CrashReport | None] = {}
 
     def request(self, index: int) -> None:
         """Begin to read the report of worker `index`, without waiting for it; nothing where it never came up."""
-        if index in self._requested or index >= len(self._addresses):
+        if index in self._requested or index in self._read or index >= len(self._addresses):
             return
         address = self._addresses[index]
-        self._requested[index] = _read_crash_report.options(
-            num_cpus=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(address.node_id, soft=False),
-        ).remote(address.process_id)
+        if address.node_id == own_node_id():
+            self._read[index] = read_crash_report(address.process_id)
+        else:
+            self._requested[index] = _on_node(address.node_id, _read_crash_report).remote(address.process_id)
 
     def added_to(self, failures: Sequence[tuple[int, AttemptFailure]]) -> list[AttemptFailure]:
         """The failures by numbers of workers, those of lost workers with the reports that their processes left."""
@@ -787,14 +790,14 @@ class _CrashReports:
         return [self._added_to(index, failure, done) for index, failure in failures]
 
     def _added_to(self, index: int, failure: AttemptFailure, done: Sequence[ray.ObjectRef]) -> AttemptFailure:
-        ref = self._requested.get(index)
-        if failure.reason is not Reason.WORKER_LOST or ref not in done:
+        if failure.reason is not Reason.WORKER_LOST:
             return failure
-        try:
-            report = ray.get(ref)
-        except Exception as error:  # the node may be gone by now
-            log.debug("no crash report of worker %s: %s", index, error)
-            return failure
+        report, ref = self._read.get(index), self._requested.get(index)
+        if ref in done:
+            try:
+                report = ray.get(ref)
+            except Exception as error:  # the node may be gone by now
+                log.debug("no crash report of worker %s: %s", index, error)
         return failure if report is None else add_crash_report(failure, report)
 
 
@@ -813,13 +816,7 @@ def add_crash_report(failure: AttemptFailure, report: CrashReport) -> AttemptFai
     )
 
 
-@ray.remote(max_retries=0)
-def _read_crash_report(process_id: int) -> CrashReport | None:
-    return read_crash_report(process_id)
-
-
-@ray.remote(max_retries=0)
-def _kill_processes(process_ids: Sequence[int], grace_s: float) -> list[int]:
+def end_processes(process_ids: Sequence[int], grace_s: float) -> list[int]:
     """Wait until the processes of this node's workers are gone; kill and return the remaining ones."""
     deadline = time.monotonic() + grace_s
     while time.monotonic() < deadline and any(_is_ray_worker(p) for p in process_ids):
@@ -831,6 +828,24 @@ def _kill_processes(process_ids: Sequence[int], grace_s: float) -> list[int]:
     for process_id in process_ids:
         remove_crash_report(process_id)
     return left
+
+
+_read_crash_report = ray.remote(max_retries=0)(read_crash_report)
+_kill_processes = ray.remote(max_retries=0)(end_processes)
+
+
+def _on_node(node_id: str, task: Any) -> Any:
+    """The task on that node, for which Ray may have to start a process; what is of this node needs none."""
+    return task.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
+
+
+@contextlib.contextmanager
+def _logged(what: str) -> Iterator[None]:
+    """Log what the body raises."""
+    try:
+        yield
+    except Exception as error:
+        log.warning("%s: %s", what, error)
 
 
 def _is_ray_worker(process_id: int) -> bool:

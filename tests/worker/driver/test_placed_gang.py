@@ -333,12 +333,26 @@ def test_a_crash_report_is_requested_while_the_others_are_still_waited_for(monke
     )
     monkeypatch.setattr(gang_module, "ray", fake)
     monkeypatch.setattr(gang_module, "lost_nodes", lambda node_ids: {})
+    monkeypatch.setattr(gang_module, "own_node_id", lambda: "cd" * 28)
     reader = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=request))
     monkeypatch.setattr(gang_module, "_read_crash_report", reader)
     with pytest.raises(AttemptFailure, match=r"m0 .* is gone: .*; it was in B of step 3") as caught:
         gang.wait(["lost", "other"], phase=Phase.STEP, what="step 3")
     assert caught.value.reason is Reason.WORKER_LOST
     assert order == ["report of 40", "look", "look"], "once, and not only when all have answered"
+
+
+def test_a_crash_report_of_the_drivers_own_node_needs_no_process_of_ray(monkeypatch):
+    gang = make_gang([1, 1], lambda nodes: None)
+    gang.addresses = tuple(WorkerAddress(f"m{n}", 0, "10.0.0.1", "ab" * 28, 40 + n, "cpu") for n in range(2))
+    monkeypatch.setattr(gang_module, "lost_nodes", lambda node_ids: {})
+    monkeypatch.setattr(gang_module, "own_node_id", lambda: "ab" * 28)
+    monkeypatch.setattr(gang_module, "_read_crash_report", None)
+    reports = {41: CrashReport("B of step 3", None, "")}
+    monkeypatch.setattr(gang_module, "read_crash_report", reports.get)
+    lost = [(k, AttemptFailure(Reason.WORKER_LOST, f"worker {k} is gone")) for k in range(2)]
+    assert gang._cause(lost[1:], "step 3").message == "worker 1 is gone; it was in B of step 3"
+    assert gang._cause(lost[:1], "step 3").message == "worker 0 is gone", "it left none"
 
 
 def test_a_failed_accelerator_is_told_with_its_node():
