@@ -214,7 +214,7 @@ def run_to_end(
 ) -> AttemptEnd:
     """Run the attempt, with the workers of an `earlier` gang that was kept, and report its outcome. `protocol` is the
     control plane's."""
-    reporter = Reporter(control).start()
+    reporter = Reporter(control, recorded_step=attempt.recorded.get("steps", -1)).start()
     metrics = DriverMetrics(attempt.job_id)
     spans, tracking = Spans.from_environment(reporter.span), RunTracking(reporter.event)
     if too_old := control_plane_too_old_message(protocol):

@@ -60,13 +60,16 @@ class _PendingReport:
 
 
 class Reporter:
-    """Sends what is added, in order, at least every `heartbeat_s`; hears `cancel` and `stop`.
+    """Sends what is added, in order, at least every `heartbeat_s`; hears `cancel` and `stop`. The control plane has the
+    steps up to `recorded_step`.
 
     `cancelled` is set when the control plane wants the attempt to end, `stop_requested` when it may save a checkpoint
     before, `fenced` when this attempt is no longer the job's current one, so that its reports are refused.
     """
 
-    def __init__(self, control: ControlPlaneClient, *, heartbeat_s: float = HEARTBEAT_S):
+    def __init__(
+        self, control: ControlPlaneClient, *, heartbeat_s: float = HEARTBEAT_S, recorded_step: int = -1
+    ):
         self.cancelled = threading.Event()
         self.stop_requested = threading.Event()
         self.fenced = threading.Event()
@@ -85,7 +88,7 @@ class Reporter:
         self._unsent: dict[str, Any] | None = None
         self._metrics_endpoint: str | None = None
         self._away_since: float | None = None
-        self._stepped = False
+        self._stepped, self._recorded_step = False, recorded_step
         self._thread = threading.Thread(target=self._run, name="slotline-reporter", daemon=True)
 
     def start(self) -> Reporter:
@@ -121,9 +124,9 @@ class Reporter:
             self._pending.running_plan = {"since_step": since_step, "plan": dict(plan)}
 
     def step(self, step: Mapping[str, Any]) -> None:
-        """Report a step: the first one soon, as somebody waits for it."""
+        """Report a step: the first one, and the first that is new, soon, as somebody waits for them."""
         self._add("steps", dict(step))
-        if not self._stepped:
+        if not self._stepped or step["step"] == self._recorded_step + 1:
             self._stepped = True
             self._wake.set()
 

@@ -345,6 +345,16 @@ def test_a_control_plane_that_takes_nothing_is_asked_less_and_less_often(answer,
     assert waits.asked[:5] == pauses
 
 
+def test_the_first_step_and_the_first_that_the_record_has_not_are_reported_soon():
+    reporter, soon = Reporter(types.SimpleNamespace(), recorded_step=7), []
+    for step in range(5, 11):
+        reporter.step({"step": step})
+        if reporter._wake.is_set():
+            soon.append(step)
+            reporter._wake.clear()
+    assert soon == [5, 8]
+
+
 def test_what_has_no_words_is_dropped_and_the_rest_goes_out_at_once():
     """Not a heartbeat later: the driver that reports its end waits for it."""
     taken, waits = [], Waits()
