@@ -119,12 +119,13 @@ async def list_nodes(
 async def change_node(
     service: Service, name: str, change: NodeChange, caller: Principal, *, cluster: str | None
 ) -> NodeList:
-    """Set the state of the node that is called `name`, and answer it; 404 where none is, 409 where several are."""
+    """Set the state of the node that is called `name`, by its own name before others that it goes by, and answer it; 404
+    where none is, 409 where several are."""
     nodes = (await read_clusters(service, cluster)).nodes
-    meant = {
+    meant = {(node.cluster, node.name) for node in nodes if name == node.name} or {
         (node.cluster, node.name)
         for node in nodes
-        if name in (node.name, node.host, node.kubernetes_node, node.address, node.id)
+        if name in (node.host, node.kubernetes_node, node.address, node.id)
     }
     if not meant:
         known = ", ".join(sorted({node.name for node in nodes})[:_NODES_NAMED])

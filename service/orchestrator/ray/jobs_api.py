@@ -36,7 +36,7 @@ _NODE_ID_LABEL = "ray.io/node-id"
 _HEAD_RESOURCE = "node:__internal_head__"
 _LOG_TAIL_BYTES = 16 << 20
 _HOSTS_EVERY_S = 30.0
-"""Pause before Ray is asked again for the host name of a node that it did not name."""
+"""Pause before Ray is asked again for the host name of a node that it did not name for so long."""
 _FOLLOW_READ_TIMEOUT_S = 120.0
 """Longest silence of a followed log: a connection that is gone is silent too."""
 
@@ -153,6 +153,7 @@ class RayCluster:
         self.address, self._timeout_s = address, timeout_s
         self._version: str | None = None
         self._hosts, self._hosts_asked_at = dict[str, str](), -math.inf
+        self._unnamed_since: dict[str, float] = {}
         self._client = httpx.AsyncClient(
             base_url=address, timeout=timeout_s, headers=headers, trust_env=False
         )
@@ -234,6 +235,8 @@ class RayCluster:
             ) from error
 
     async def nodes(self) -> list[RayNode]:
+        """The living nodes, but those that are so new that Ray does not tell their names yet: what is decided of a node by
+        its name holds whenever it is there."""
         await self._check_version()
         with self._reads("nodes"):
             alive = await self._list("nodes", "ALIVE")
@@ -247,20 +250,31 @@ class RayCluster:
                     labels=row.get("labels") or {},
                 )
                 for row in alive
+                if row["node_id"] in hosts or KUBERNETES_NODE_LABEL in (row.get("labels") or {})
             ]
 
     async def _host_names(self, node_ids: Sequence[str]) -> Mapping[str, str]:
-        """Host names by node id, of nodes that Ray names; asked only when a node is new, as the answer is long."""
+        """Host names by node id, empty of nodes that Ray does not name for _HOSTS_EVERY_S; without those that are newer.
+        Asked only when a node is new, as the answer is long."""
+        now = time.monotonic()
         self._hosts = {node_id: self._hosts[node_id] for node_id in node_ids if node_id in self._hosts}
-        if len(self._hosts) == len(node_ids) or time.monotonic() - self._hosts_asked_at < _HOSTS_EVERY_S:
-            return self._hosts
-        self._hosts_asked_at = time.monotonic()
-        response = await self._call("GET", "/nodes", params={"view": "summary"}, accept=(404,))
-        if response.is_success:
-            for row in response.json()["data"]["summary"]:
-                raylet = row.get("raylet") or {}
-                self._hosts[raylet.get("nodeId", "")] = raylet.get("nodeManagerHostname", "")
-        return self._hosts
+        self._unnamed_since = {
+            node_id: self._unnamed_since.get(node_id, now)
+            for node_id in node_ids
+            if node_id not in self._hosts
+        }
+        late = {node_id for node_id, since in self._unnamed_since.items() if now - since >= _HOSTS_EVERY_S}
+        if self._unnamed_since.keys() - late or (late and now - self._hosts_asked_at >= _HOSTS_EVERY_S):
+            self._hosts_asked_at = now
+            response = await self._call("GET", "/nodes", params={"view": "summary"}, accept=(404,))
+            if not response.is_success:  # this Ray names no hosts
+                late |= self._unnamed_since.keys()
+            else:
+                for row in response.json()["data"]["summary"]:
+                    raylet = row.get("raylet") or {}
+                    if host := raylet.get("nodeManagerHostname", ""):
+                        self._hosts[raylet.get("nodeId", "")] = host
+        return dict.fromkeys(late, "") | self._hosts
 
     async def resources_in_use(self) -> list[ResourceUse]:
         with self._reads("placement groups and actors"):

@@ -94,6 +94,28 @@ async def forget_loss(api: Api, node_id: str = "id-1") -> None:
         row.until = utc_now() - timedelta(seconds=1)
 
 
+async def test_a_name_of_its_own_goes_before_an_address_that_another_node_has(api):
+    host = [""]
+
+    async def nodes() -> list[RayNode]:
+        return [RayNode("id-1", "10.0.0.1", {"slotline_worker": 2.0}, host=host[0])]
+
+    api.cluster.nodes = nodes
+    await api.service.clusters.refresh()
+    await set_state(api, "10.0.0.1", "EXCLUDED")
+    host[0] = "alpha"
+    await api.service.clusters.refresh()
+    assert {name: node["state"] for name, node in (await listed(api)).items()} == {
+        "alpha": "READY",
+        "10.0.0.1": "EXCLUDED",
+    }
+    await api.client.put("/api/v1/nodes/10.0.0.1", json={"state": "READY"})
+    assert (await listed(api)).keys() == {"alpha"}
+    assert (await set_state(api, "10.0.0.1", "EXCLUDED"))["name"] == "alpha", (
+        "else the address of one will do"
+    )
+
+
 async def test_nodes_are_listed_with_their_names_labels_accelerators_and_jobs(nodes_api: Api):
     api = nodes_api
     job_id = await running(api, **TWO)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import replace
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from ray._private.label_utils import validate_label_selector_value
 from ray.runtime_env import RuntimeEnv
 
+from service.orchestrator.ray import jobs_api
 from service.orchestrator.ray.jobs_api import (
     KUBERNETES_NODE_LABEL,
     ClusterError,
@@ -96,8 +99,9 @@ async def test_an_entrypoint_is_kept_off_nodes_by_rays_label_of_their_ids(avoid,
         assert validate_label_selector_value(value) is None, "Ray takes it"
 
 
-def ray_with(nodes: list[dict], asked: list[str]) -> RayCluster:
-    """A Ray with these living nodes, one placement group and one actor, in the words of Ray's API."""
+def ray_with(nodes: list[dict], asked: list[str], unnamed: Collection[str] | None = ()) -> RayCluster:
+    """A Ray with these living nodes, one placement group and one actor, in the words of Ray's API. It does not name the
+    hosts of `unnamed` nodes; None: of no node at all."""
     groups = [
         {
             "name": "ours",
@@ -123,8 +127,12 @@ def ray_with(nodes: list[dict], asked: list[str]) -> RayCluster:
         if request.url.path == "/api/version":
             return httpx.Response(200, json={"ray_version": "2.60.0"})
         if request.url.path == "/nodes":
+            if unnamed is None:
+                return httpx.Response(404)
             raylets = [
-                {"nodeId": row["node_id"], "nodeManagerHostname": f"h-{row['node_id']}"} for row in nodes
+                {"nodeId": row["node_id"], "nodeManagerHostname": f"h-{row['node_id']}"}
+                for row in nodes
+                if row["node_id"] not in unnamed
             ]
             summary = [{"hostname": "of its agent", "raylet": raylet} for raylet in raylets]
             return httpx.Response(200, json={"data": {"summary": summary}})
@@ -152,6 +160,37 @@ async def test_nodes_have_the_name_of_their_kubernetes_node_or_host_and_hosts_ar
     assert (first.name, first.host, second.name) == ("gpu-1", "h-id-1", "h-id-2")
     assert asked.count("/nodes") == 1, "it is a long answer"
     assert RayNode("id-4", "10.0.0.4", {}).name == "10.0.0.4", "where Ray names no host"
+
+
+async def test_a_new_node_is_there_when_ray_tells_its_host_or_has_not_for_long(monkeypatch):
+    """By its address it would be another node: it might be excluded by its name, and work would land there."""
+    asked: list[str] = []
+    clock, unnamed = [100.0], {"id-2"}
+    monkeypatch.setattr(jobs_api, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    nodes = [ray_node(1), ray_node(2), ray_node(4, labels={KUBERNETES_NODE_LABEL: "gpu-4"})]
+    ray = ray_with(nodes, asked, unnamed)
+    assert [node.name for node in await ray.nodes()] == ["h-id-1", "gpu-4"]
+    unnamed.clear()
+    assert [node.name for node in await ray.nodes()] == ["h-id-1", "h-id-2", "gpu-4"], "asked anew at once"
+    nodes.append(ray_node(3))
+    unnamed.add("id-3")
+    for clock[0], count in ((110.0, 3), (139.0, 3), (140.0, 4), (150.0, 4)):
+        assert len(await ray.nodes()) == count
+    assert (await ray.nodes())[-1].name == "10.0.0.3", "it is not asked for for ever"
+    before = asked.count("/nodes")
+    clock[0] = 168.0
+    await ray.nodes()
+    assert asked.count("/nodes") == before
+    clock[0] = 170.0
+    await ray.nodes()
+    assert asked.count("/nodes") == before + 1
+    unnamed.clear()
+    clock[0] = 201.0
+    assert (await ray.nodes())[-1].name == "h-id-3"
+
+
+async def test_nodes_have_their_addresses_where_ray_names_no_hosts_at_all():
+    assert [node.name for node in await ray_with([ray_node(1)], [], None).nodes()] == ["10.0.0.1"]
 
 
 async def test_what_is_in_use_is_told_node_by_node():
