@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from types import MappingProxyType
@@ -194,7 +194,8 @@ async def place_attempt(service: Service, attempt: AttemptRow, request: Placemen
     each mesh counts as exchanging the same with the next. Links are as the attempts of any job measured them of late.
     """
     job = await _current_job(service, attempt)
-    names = await _node_names(service, attempt.cluster, [node.name for node in request.nodes])
+    named = await _node_names(service, attempt.cluster, [node.name for node in request.nodes])
+    names = {node_id: name for node_id, name in named.items() if name is not None}
     async with service.database.read() as session:
         plan = await find_job_plan(session, attempt.job_id)
         if plan is None and job.saved_plan_id is not None:
@@ -214,6 +215,7 @@ async def place_attempt(service: Service, attempt: AttemptRow, request: Placemen
         None if plan is None else plan.body,
         accelerator_type=attempt.accelerator_type,
         left_out=left_out,
+        unnamed=named.keys() - names.keys(),
         links=links,
     )
     placed = [
@@ -235,13 +237,13 @@ async def place_attempt(service: Service, attempt: AttemptRow, request: Placemen
     return answer
 
 
-async def _node_names(service: Service, cluster: str, node_ids: Sequence[str]) -> dict[str, str]:
-    """The operators' names of these Ray nodes, by id; the id itself for one that the cluster does not name."""
+async def _node_names(service: Service, cluster: str, node_ids: Sequence[str]) -> dict[str, str | None]:
+    """The operators' names of these Ray nodes, by id; None of one that the cluster does not name, as it may be too new."""
     watcher = service.clusters.of(cluster).watcher
     if {*node_ids} - {node.id for node in watcher.snapshot.nodes}:
         await watcher.refresh()
     names = {node.id: node.name for node in watcher.snapshot.nodes}
-    return {node_id: names.get(node_id, node_id) for node_id in node_ids}
+    return {node_id: names.get(node_id) for node_id in node_ids}
 
 
 def make_placement(
@@ -250,16 +252,18 @@ def make_placement(
     *,
     accelerator_type: str | None = None,
     left_out: Mapping[str, NodeMark] = MappingProxyType({}),
+    unnamed: Collection[str] = (),
     links: Mapping[tuple[str, str], float] = MappingProxyType({}),
 ) -> PlacementAnswer:
     """The placement of a job with the JSON of its plan, None where it has none, on nodes of this type (None: on those that
-    tell none, where there are any); nothing lands on nodes that are left out. `links` are seconds per byte, as measured."""
+    tell none, where there are any); nothing lands on nodes that are left out, nor on `unnamed` ones, of which nobody knows
+    yet whether they are. `links` are seconds per byte, as measured."""
     exchanged = None if plan is None else _exchanged_in(plan, len(request.meshes))
     if exchanged is None:
         exchanged = {(mesh, mesh + 1): 1.0 for mesh in range(len(request.meshes) - 1)}
     takes_any = accelerator_type is None and all(node.accelerator_type for node in request.nodes)
     nodes = [
-        Node(**node.model_dump() | ({"free": 0} if node.name in left_out else {}))
+        Node(**node.model_dump() | ({"free": 0} if node.name in left_out or node.name in unnamed else {}))
         for node in request.nodes
         if node.accelerator_type == accelerator_type or takes_any
     ]
@@ -273,6 +277,8 @@ def make_placement(
     except PlacementError as error:
         marks = ", ".join(dict.fromkeys(map(str, left_out.values())))
         refused = f"{error}; nodes that take no work: {marks}" if marks else str(error)
+        if unnamed:
+            refused += f"; Ray has not named {len(unnamed)} of the nodes yet"
         return PlacementAnswer(refused=refused, final=error.final)
     return PlacementAnswer(workers=[list(names) for names in placed.nodes])
 
@@ -435,7 +441,7 @@ async def apply_report(service: Service, attempt: AttemptRow, body: ReportIn) ->
         if body.draining is not None:
             drains = {
                 node.node: (
-                    names[node.node],
+                    names[node.node] or node.node,
                     None if node.until is None else datetime.fromtimestamp(node.until, UTC),
                 )
                 for node in body.draining

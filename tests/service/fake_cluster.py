@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from service.orchestrator.attempts.watch import AttemptWatcher
 from service.orchestrator.decisions.attempt_lifecycle import RayJob, RayState
@@ -21,6 +21,7 @@ class FakeCluster:
 
     def __init__(self, workers: int = 4) -> None:
         self.workers = workers
+        self.node_names: Sequence[str] = ("node-1",)
         self.submissions: dict[str, RayJobSubmission] = {}
         self.states: dict[str, RayJob] = {}
         self.stopped: list[str] = []
@@ -85,7 +86,7 @@ class FakeCluster:
     async def nodes(self) -> list[RayNode]:
         self._answer()
         offered = {"slotline_worker": float(self.workers), "CPU": 2.0}
-        return [RayNode("node-1", "127.0.0.1", offered, host="node-1")]
+        return [RayNode(name, "127.0.0.1", offered, host=name) for name in self.node_names]
 
     async def resources_in_use(self) -> list[ResourceUse]:
         self._answer()

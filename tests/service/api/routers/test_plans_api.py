@@ -369,6 +369,7 @@ def test_a_folder_has_the_same_zip_whenever_it_is_made(tmp_path):
 async def test_a_driver_gets_a_placement_by_what_meshes_exchange_in_the_plan_of_the_job(api: Api):
     job_id = await api.started()
     racks = ["r0", "r1", "r0", "r1"]
+    api.cluster.node_names = ("n0", "n1", "n2", "n3")
     nodes = [{"name": f"n{i}", "free": 1, "total": 2, "rack": rack} for i, rack in enumerate(racks)]
     request = {"nodes": nodes, "meshes": [{"workers": 1}] * 4}
     answer = await api.driver(job_id, "POST", "/placement", json=request)
@@ -403,6 +404,7 @@ async def test_a_driver_gets_a_placement_by_what_meshes_exchange_in_the_plan_of_
 async def test_a_placement_that_cannot_be_is_answered_with_its_reason(api: Api):
     job_id = await api.started()
     nodes = [{"name": name, "free": 1, "total": 2} for name in "ab"]
+    api.cluster.node_names = ("a", "b")
 
     async def ask(**mesh: int) -> dict:
         request = {"nodes": nodes, "meshes": [mesh]}
@@ -410,6 +412,11 @@ async def test_a_placement_that_cannot_be_is_answered_with_its_reason(api: Api):
 
     later = await ask(workers=3)
     assert later == {"workers": None, "refused": "3 accelerators are needed, 2 are free", "final": False}
+    nodes.append({"name": "c", "free": 1, "total": 1})
+    assert await ask(workers=3) == later | {
+        "refused": f"{later['refused']}; Ray has not named 1 of the nodes yet"
+    }
+    assert (await ask(workers=2))["workers"] == [["a", "b"]], "c may be one that is excluded"
     never = await ask(workers=4, tensor=4)
     assert never["final"] and "no node can hold it" in never["refused"]
     wrong = {"nodes": nodes, "meshes": [{"workers": 3, "tensor": 2}]}

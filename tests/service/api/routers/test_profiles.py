@@ -65,6 +65,7 @@ async def test_a_job_is_placed_by_the_links_that_another_measured_of_late(api: A
         request = {"nodes": offered, "meshes": [{"workers": 1}] * 2}
         return (await api.driver(job_id, "POST", "/placement", json=request)).json()["workers"]
 
+    api.cluster.node_names = ("id-1", "id-2", "id-3")
     for first, second, bytes_per_s in ((1, 2, 8e8), (1, 3, 1e9), (2, 3, 1.2e9)):
         await know(first, second, bytes_per_s)
     job_id = await _started(api)
