@@ -285,6 +285,20 @@ def test_the_examples_of_a_bucket_have_its_shape_and_the_sample_is_the_longest()
     assert {batches.read(1, m).bucket for m in range(5)} <= {*batches.buckets}
 
 
+def test_an_example_has_the_longest_samples_that_its_bucket_holds():
+    """Short ones would be padding alone, on which nothing is compared."""
+    microbatches = batches_of(job_of(lengths={"buckets": [3, 11, 64]}), 0, 1)._microbatches
+    step = microbatches.order.first_step - 1
+    lengths = sorted(map(microbatches._lengths.padding.length, microbatches.source.batch(step)))
+    filled = 0
+    for bucket, read in microbatches.examples(step, BatchSlice(0, 1)).items():
+        held = [length for length in lengths if length <= bucket.length][-bucket.rows :]
+        if len(held) == bucket.rows:
+            filled += 1
+            assert read.tokens == sum(held)
+    assert filled > 2
+
+
 def test_chosen_buckets_stay_where_the_number_of_microbatches_changes():
     spec = unequal_job(buckets="auto")
     spec["training"]["microbatches"] = "auto"
