@@ -48,10 +48,11 @@ from worker.model.eval_mode import (
     evaluation_stages,
     trace_in_eval_mode,
 )
-from worker.model.export import TracedModel, modules_with_own_backwards, tensor_aliases, trace
+from worker.model.export import TracedModel, tensor_aliases, trace
 from worker.model.factory import build_model, check_patterns_match, pattern_matches, set_modes
 from worker.model.interface import ModelInterface, adapt_model
 from worker.model.opaque.call import opaque_calls
+from worker.model.opaque.own_backwards import modules_with_own_backwards
 from worker.model.parity import tolerance_for
 from worker.model.pytree import Target, TreeSpec
 from worker.model.serialization import (

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from worker.contract.profile import TraceError
-from worker.model.python_state import Kind, Leaf, MovedState, Movement, PythonState
+from worker.model.side_effects.python_state import Kind, Leaf, MovedState, Movement, PythonState
 
 # By how much a number that forward counts up is put ahead, to see whether anything comes to depend on it.
 _COUNTER_OFFSETS = (1, 10, 1_000, 100_000)

@@ -19,9 +19,9 @@ from worker.contract.profile import ModelError
 from worker.data.microbatches import MicrobatchTensors
 from worker.model.eval_mode import in_eval_mode
 from worker.model.parity import tolerance_for
-from worker.model.python_state import PythonState
 from worker.model.pytree import Target, Targets, target_tensors
 from worker.model.rng import seeded
+from worker.model.side_effects.python_state import PythonState
 
 Loss = Callable[[Any, Target], Tensor]
 CountTargets = Callable[[Target], Tensor]

@@ -25,8 +25,9 @@ from worker.contract.failures import is_out_of_memory, leave_breadcrumb
 from worker.contract.profile import TraceError
 from worker.data.microbatches import MicrobatchTensors
 from worker.engine.forward import ForwardResult, drop_casts, run_forward
+from worker.model.checkpoint_regions import mark_checkpoint_regions
 from worker.model.eval_mode import in_eval_mode
-from worker.model.export import BufferSnapshot, TracedModel, mark_checkpoint_regions
+from worker.model.export import TracedModel
 from worker.model.hf_patches import PATCHED_FUNCTION_NAMES
 from worker.model.parity import (
     Mismatch,
@@ -38,10 +39,11 @@ from worker.model.parity import (
     gradient_pair,
     tolerance_for,
 )
-from worker.model.python_state import Movement, PythonState
 from worker.model.pytree import Target, Targets, target_tensors
 from worker.model.rng import RandomState, reseed_at_random_ops, seeded
 from worker.model.rng_ops import RngKey, RngOp, replay_rng, traced_rng_ops
+from worker.model.side_effects.eager import BufferSnapshot
+from worker.model.side_effects.python_state import Movement, PythonState
 from worker.model.stages import StageBuilder, StageModule, input_name
 
 Loss = Callable[[Any, Target], Tensor]

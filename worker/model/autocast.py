@@ -12,7 +12,8 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -157,3 +158,16 @@ _CAST_FUNCTIONS = {
     "widest": _cast_widest,
     "refused": _refuse,
 }
+
+
+@dataclass(frozen=True)
+class AutocastSpec:
+    """Under which autocast, if any, the stages run, and where; here everything lies on CPU."""
+
+    device: str
+    dtype: torch.dtype | None
+
+    def entered(self) -> AbstractContextManager:
+        if self.dtype is None:
+            return nullcontext()
+        return cuda_autocast(self.dtype) if self.device == "cuda" else torch.autocast("cpu", dtype=self.dtype)

@@ -58,19 +58,19 @@ def serialize_model(traced: TracedModel) -> bytes:
 
 
 def deserialize_model(data: bytes) -> TracedModel:
-    """Inverse of `pack`: a model whose parameters have shapes only, until `fill` gives them their values."""
+    """Inverse of `serialize_model`: a model whose parameters have shapes only, until `load_values` gives them their values."""
     content = _GraphUnpickler(io.BytesIO(data)).load()
     module = _build_graph(content["graph"])
-    node = {one.name: one for one in module.graph.nodes}
+    node_of = {node.name: node for node in module.graph.nodes}
 
     def by_node(part: str) -> dict[fx.Node, Any]:
-        return {node[name]: value for name, value in content[part].items()}
+        return {node_of[name]: value for name, value in content[part].items()}
 
     placed = PlacedGraph(
         module=module,
         layers=content["layers"],
         layer_of=by_node("layer_of"),
-        replicated=frozenset(node[name] for name in content["replicated"]),
+        replicated=frozenset(node_of[name] for name in content["replicated"]),
         values=by_node("values"),
         inputs=by_node("inputs"),
         parameters=by_node("parameters"),
@@ -98,7 +98,7 @@ def serialize_models(models: Sequence[TracedModel]) -> bytes:
 
 def deserialize_models(data: bytes) -> list[TracedModel]:
     """Inverse of `serialize_models`."""
-    return [deserialize_model(one) for one in pickle.loads(data)]
+    return [deserialize_model(model) for model in pickle.loads(data)]
 
 
 def parameter_values(traced: TracedModel, names: Collection[str]) -> ParameterValues:
@@ -113,14 +113,14 @@ def storage_values(parameters: Mapping[str, Tensor]) -> ParameterValues:
 
 
 def load_values(traced: TracedModel, values: ParameterValues) -> None:
-    """Give parameters of an unpacked model their values; cuts copy them."""
+    """Give parameters of a deserialized model their values; cuts copy them."""
     tensors = traced.placed.tensors
     assert isinstance(tensors, _LazyTensors)
     tensors.assign_values(values)
 
 
 class _LazyTensors(Mapping[str, Tensor]):
-    """The tensors of an unpacked model by name; a parameter without values is made small and positive."""
+    """The tensors of a deserialized model by name; a parameter without values is made small and positive."""
 
     def __init__(self, known: dict[str, Tensor]):
         self._known = known

@@ -17,8 +17,8 @@ from torch import Tensor, fx, nn
 
 from worker.contract.job import Bucket
 from worker.contract.profile import CutError
-from worker.model.inplace import mutated_buffers
 from worker.model.opaque.call import copy_calls
+from worker.model.passes.inplace import mutated_buffers
 
 
 def transfer_dtype(dtype: torch.dtype, differentiable: bool, transfers: str) -> torch.dtype:

@@ -48,9 +48,9 @@ from worker.contract.profile import FactoryError, ModelError
 from worker.contract.reasons import Reason
 from worker.contract.tasks import CHECK_REQUEST_VARIABLE, CHECK_RESULT_MARK, JobCheck, JobProblem
 from worker.machine.telemetry import available_bytes
-from worker.model.export import one_row_remedy
 from worker.model.factory import check_arguments, did_you_mean, moved_factory_notes, resolve
 from worker.model.pytree import target_tensors
+from worker.model.untraceable import one_row_remedy
 
 STEP_LIMIT_S = 60.0
 STEP_MEMORY_BYTES = 4 << 30

@@ -43,14 +43,15 @@ from worker.contract.failures import leave_breadcrumb
 from worker.contract.job import AUTO, AUTOCAST_DTYPES, FP16, Job, LossScaling, Training
 from worker.data.dataset import SampleOrder
 from worker.data.microbatches import BatchSlice, Microbatches, MicrobatchTensors
+from worker.model.checkpoint_regions import mark_checkpoint_regions
 from worker.model.eval_mode import in_eval_mode
-from worker.model.export import BufferSnapshot, mark_checkpoint_regions
 from worker.model.interface import adapt_model
 from worker.model.parity import tolerance_for
-from worker.model.python_state import PythonState
 from worker.model.pytree import Target, target_tensors, zero_loss
 from worker.model.rng import derive_seed, seeded
 from worker.model.rng_ops import RngKey, RngOp, replay_rng
+from worker.model.side_effects.eager import BufferSnapshot
+from worker.model.side_effects.python_state import PythonState
 from worker.transport.base import real_view
 from worker.verify.recorder import Probes
 from worker.verify.rng_replay import HeterogeneousDraws, MeshRngOp

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from tests.worker.model import stateful_models as stateful
-from worker.model import python_state
-from worker.model.python_state import PythonState
+from worker.model.side_effects import python_state
+from worker.model.side_effects.python_state import PythonState
 
 
 class Holder(nn.Module):

@@ -1,1 +1,1 @@
-"""Rewrites of an exported graph before its nodes get layers: constants are folded, attention loses constant masks."""
+"""Rewrites of an exported graph before its nodes get layers: constants, masks of attention, changes in place."""

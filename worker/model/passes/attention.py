@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from worker.model.inplace import mutated_arguments
 from worker.model.passes.constants import GraphConstants, storage_id
+from worker.model.passes.inplace import mutated_arguments
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 MAX_MASK_BYTES = 2**30

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from worker.model.inplace import changed_copy
 from worker.model.layers import inner_graph, is_random
+from worker.model.passes.inplace import changed_copy
 
 MAX_FOLDED_BYTES = 64 * 2**20
 """A larger value is computed where it is used, as the model says."""
