@@ -35,7 +35,7 @@ from worker.contract.reasons import Reason
 from worker.contract.timeline import LAUNCH_EVENT, launch_message
 from worker.contract.versions import control_plane_too_old_message
 from worker.driver.control_plane_client import ControlPlaneClient, Refused
-from worker.driver.gang import Gang
+from worker.driver.gang.gang import Gang
 from worker.driver.limits import Limits
 from worker.driver.metrics import DriverMetrics, serve_in_range
 from worker.driver.reporter import LaunchPhases, Reporter, Spans

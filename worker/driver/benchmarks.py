@@ -33,7 +33,8 @@ from worker.contract.profile import (
     slowest_profile,
 )
 from worker.driver.control_plane_client import ControlPlaneClient
-from worker.driver.gang import Gang, PerWorker, Phase
+from worker.driver.gang.gang import Gang, PerWorker
+from worker.driver.gang.phases import Phase
 from worker.driver.limits import Limits
 from worker.driver.reporter import LaunchPhases, Reporter
 from worker.machine.node import own_node_address

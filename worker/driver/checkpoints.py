@@ -38,7 +38,8 @@ from worker.contract.job import CheckpointPolicy, Job
 from worker.contract.planned import PlannedJob, planned_peak_bytes
 from worker.contract.reasons import Reason
 from worker.driver.evaluation import BestCheckpoint, EarlyStopping, Evaluations
-from worker.driver.gang import Gang, PerWorker, Phase
+from worker.driver.gang.gang import Gang, PerWorker
+from worker.driver.gang.phases import Phase
 from worker.driver.reporter import Reporter
 from worker.driver.saving.pending import CheckpointOutcome, PendingCheckpoint
 from worker.driver.saving.state_copies import StateCopies

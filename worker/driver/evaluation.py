@@ -23,7 +23,8 @@ from worker.contract.job import Evaluation, Job
 from worker.contract.planned import MeshProgram, PlannedJob, mesh_programs, parse_reshardings
 from worker.contract.reasons import Reason
 from worker.driver.control_plane_client import ControlPlaneClient, Refused
-from worker.driver.gang import Gang, Phase
+from worker.driver.gang.gang import Gang
+from worker.driver.gang.phases import Phase
 from worker.driver.metrics import DriverMetrics
 from worker.driver.planning import planning_failure
 from worker.driver.reporter import Reporter

@@ -36,7 +36,8 @@ from worker.contract.profile import LayerProfile
 from worker.contract.reasons import Reason
 from worker.driver.benchmarks import GangMeasurements
 from worker.driver.control_plane_client import ControlPlaneClient, Refused
-from worker.driver.gang import Gang, PerWorker, Phase
+from worker.driver.gang.gang import Gang, PerWorker
+from worker.driver.gang.phases import Phase
 from worker.driver.metrics import DriverMetrics
 from worker.driver.reporter import LaunchPhases, Reporter
 

@@ -28,7 +28,8 @@ from worker.contract.reasons import Reason
 from worker.contract.timeline import FIRST_PROFILED_STEPS
 from worker.driver.checkpoints import Checkpoints
 from worker.driver.evaluation import Evaluations
-from worker.driver.gang import Gang, PerWorker, Phase
+from worker.driver.gang.gang import Gang, PerWorker
+from worker.driver.gang.phases import Phase
 from worker.driver.metrics import DriverMetrics, ModelFlops
 from worker.driver.planning import Replanner, StepPlan, StepPlans
 from worker.driver.reporter import LaunchPhases, Reporter, Spans

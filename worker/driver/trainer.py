@@ -34,7 +34,9 @@ from worker.driver.benchmarks import GangMeasurements
 from worker.driver.checkpoints import Checkpoints, snapshot_rooms, snapshot_shortfall
 from worker.driver.control_plane_client import ControlPlaneClient
 from worker.driver.evaluation import Evaluations, mesh_parallelisms, plan_evaluation
-from worker.driver.gang import CPU_RESOURCE, Gang, Phase, placement_text
+from worker.driver.gang.gang import Gang
+from worker.driver.gang.phases import Phase
+from worker.driver.gang.reservation import CPU_RESOURCE, placement_text
 from worker.driver.limits import Limits
 from worker.driver.metrics import DriverMetrics, ModelFlops, step_flops, total_peak_flops
 from worker.driver.planning import Planner, Replanner, StepPlans

@@ -58,7 +58,7 @@ def serialize_model(traced: TracedModel) -> bytes:
 
 
 def deserialize_model(data: bytes) -> TracedModel:
-    """Inverse of `serialize_model`: a model whose parameters have shapes only, until `load_values` gives them their values."""
+    """Inverse of `serialize_model`: parameters have shapes only, until `load_values` gives them their values."""
     content = _GraphUnpickler(io.BytesIO(data)).load()
     module = _build_graph(content["graph"])
     node_of = {node.name: node for node in module.graph.nodes}

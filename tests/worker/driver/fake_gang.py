@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from worker.driver import gang
+from worker.driver.gang.gang import Gang
+from worker.driver.gang.phases import Phase
 
 
 class FakeActor:
@@ -21,19 +22,19 @@ class FakeActor:
 
 
 class FakeGang:
-    """The calls of worker/driver/gang.py; subclasses have `workers`, and `wait` where answers come later."""
+    """The calls of worker/driver/gang/gang.py; subclasses have `workers`, and `wait` where answers come later."""
 
     interrupted: Callable[[], None] = staticmethod(lambda: None)
     """Called where the driver's gang looks whether the attempt is to end; may raise."""
 
     taken_over = ()
 
-    ask, call, expect_steps = gang.Gang.ask, gang.Gang.call, gang.Gang.expect_steps
+    ask, call, expect_steps = Gang.ask, Gang.call, Gang.expect_steps
 
     def wait(self, refs: Sequence[Any], **_: Any) -> list[Any]:
         return list(refs)
 
-    def raise_if_interrupted(self, phase: gang.Phase) -> None:
+    def raise_if_interrupted(self, phase: Phase) -> None:
         self.interrupted()
 
 

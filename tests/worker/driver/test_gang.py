@@ -19,8 +19,9 @@ from tests.polling import until
 from worker.contract import failures
 from worker.contract.failures import AttemptFailure, attributed_to
 from worker.contract.reasons import Reason
-from worker.driver import gang as gang_module
-from worker.driver.gang import Gang, PerWorker, Phase
+from worker.driver.gang import gang as gang_module
+from worker.driver.gang.gang import Gang, PerWorker
+from worker.driver.gang.phases import Phase
 from worker.driver.limits import Limits
 from worker.driver.stopping import Cancelled, GracefulStop, Interruption
 from worker.machine.node import WorkerAddress, cluster_nodes

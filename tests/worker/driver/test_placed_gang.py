@@ -31,10 +31,13 @@ from tests.worker.driver.resident import AS_OTHERS, Resident
 from tests.worker.workers import placement_of
 from worker.contract.failures import AttemptFailure, CrashReport
 from worker.contract.reasons import Reason
-from worker.driver import gang as gang_module
-from worker.driver.gang import Gang, Phase, placement_text
+from worker.driver.gang import drains, lost_workers, reservation
+from worker.driver.gang import gang as gang_module
+from worker.driver.gang.gang import Gang
+from worker.driver.gang.phases import Phase
+from worker.driver.gang.reservation import AcceleratorDemand, placement_text
 from worker.driver.limits import Limits
-from worker.driver.stopping import Interruption
+from worker.driver.stopping import Cancelled, Interruption
 from worker.machine import node as node_module
 from worker.machine.node import (
     ClusterNode,
@@ -100,10 +103,55 @@ def test_meshes_stay_whole_where_ray_alone_splits_one(cluster):
         assert max(len(ids) for ids in start(gang)) == 2, "PACK alone"
 
 
+def demand_never_met(monkeypatch, raise_if_interrupted) -> tuple[AcceleratorDemand, list[object]]:
+    """A demand for 3 workers whose placement group never has its accelerators, and the groups that were removed."""
+    removed: list[object] = []
+    fake = SimpleNamespace(
+        _private=SimpleNamespace(state=SimpleNamespace(available_resources_per_node=dict)),
+        available_resources=lambda: {"slotline_worker": 2.0},
+        cluster_resources=lambda: {"slotline_worker": 7.0},
+    )
+    group = SimpleNamespace(wait=lambda timeout_seconds: False)
+    monkeypatch.setattr(reservation, "ray", fake)
+    monkeypatch.setattr(reservation, "cluster_nodes", list)
+    monkeypatch.setattr(reservation, "placement_group", lambda bundles, **_: group)
+    monkeypatch.setattr(reservation, "remove_placement_group", removed.append)
+    demand = AcceleratorDemand(
+        [1, 2],
+        device="cpu",
+        workers_per_gpu=1,
+        place=lambda nodes: None,
+        drains=SimpleNamespace(read=lambda: None, nodes={}),
+        raise_if_interrupted=raise_if_interrupted,
+    )
+    return demand, removed
+
+
+def test_a_cancellation_while_accelerators_are_waited_for_leaves_no_placement_group(monkeypatch):
+    looks = iter([None, None])
+
+    def raise_if_interrupted():
+        if next(looks, "cancelled") == "cancelled":
+            raise Cancelled
+
+    demand, removed = demand_never_met(monkeypatch, raise_if_interrupted)
+    with pytest.raises(Cancelled):
+        demand.reserve(0, time.monotonic() + LIMIT_S, LIMIT_S)
+    assert len(removed) == 1
+
+
+def test_accelerators_that_are_not_to_be_had_leave_no_placement_group(monkeypatch):
+    demand, removed = demand_never_met(monkeypatch, lambda: None)
+    with pytest.raises(AttemptFailure, match=r"offer 3 × .* within 12 s \(free now: 2 of 7 ") as caught:
+        demand.reserve(0, time.monotonic() - 1.0, 12.0)
+    assert caught.value.reason is Reason.ACCELERATORS_TAKEN
+    assert len(removed) == 1
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_placement_that_cannot_be_had_is_made_anew(cluster, monkeypatch):
-    monkeypatch.setattr(gang_module, "RESERVE_S", 1.0)
+    monkeypatch.setattr(reservation, "RESERVE_S", 1.0)
     (small,) = node_ids(2)
     taken = placement_group([{"slotline_worker": 1}], bundle_label_selector=[{"ray.io/node-id": small}])
     assert taken.wait(60)
@@ -275,7 +323,7 @@ def test_no_mesh_lands_on_a_node_that_an_operator_or_ray_drains(cluster, monkeyp
     until = time.time() + 600
     with gang_beside(both[1], report_draining=reports.append) as first, gang_beside() as second:
         assert start(first) == [{both[0]}]
-        refs = first.ask("sleep", 2 * gang_module.DRAIN_POLL_S)
+        refs = first.ask("sleep", 2 * drains.DRAIN_POLL_S)
         client = GcsClient(address=cluster.address)
         assert client.drain_node(both[0], _PREEMPTION, "the spot node is reclaimed", int(until * 1000))[0]
         first.wait(refs, phase=Phase.STEP, what="step 1")
@@ -291,16 +339,16 @@ def test_a_head_that_does_not_say_which_nodes_it_drains_keeps_nobody_waiting(mon
         assert answer.wait(LIMIT_S)
         return {"id-1": 12.0}
 
-    monkeypatch.setattr(gang_module, "draining_nodes", ask)
-    monkeypatch.setattr(gang_module, "DRAIN_POLL_S", 0.0)
-    drains = gang_module.DrainWatch(reports.put)
+    monkeypatch.setattr(drains, "draining_nodes", ask)
+    monkeypatch.setattr(drains, "DRAIN_POLL_S", 0.0)
+    watch = drains.DrainWatch(reports.put)
     for _ in range(3):
-        drains.poll()
-    assert reports.empty() and drains.nodes == {}
+        watch.poll()
+    assert reports.empty() and watch.nodes == {}
     answer.set()
     assert reports.get(timeout=LIMIT_S) == {"id-1": 12.0}
-    drains.read()
-    assert reports.empty() and drains.nodes == {"id-1": 12.0}, "told once"
+    watch.read()
+    assert reports.empty() and watch.nodes == {"id-1": 12.0}, "told once"
 
 
 def test_drains_are_looked_for_however_soon_all_workers_answer(monkeypatch):
@@ -332,10 +380,11 @@ def test_a_crash_report_is_requested_while_the_others_are_still_waited_for(monke
         wait=lambda refs, **_: next(left, (refs, [])), get=get, exceptions=ray.exceptions, cancel=None
     )
     monkeypatch.setattr(gang_module, "ray", fake)
+    monkeypatch.setattr(lost_workers, "ray", fake)
     monkeypatch.setattr(gang_module, "lost_nodes", lambda node_ids: {})
-    monkeypatch.setattr(gang_module, "own_node_id", lambda: "cd" * 28)
+    monkeypatch.setattr(lost_workers, "own_node_id", lambda: "cd" * 28)
     reader = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=request))
-    monkeypatch.setattr(gang_module, "_read_crash_report", reader)
+    monkeypatch.setattr(lost_workers, "_read_crash_report", reader)
     with pytest.raises(AttemptFailure, match=r"m0 .* is gone: .*; it was in B of step 3") as caught:
         gang.wait(["lost", "other"], phase=Phase.STEP, what="step 3")
     assert caught.value.reason is Reason.WORKER_LOST
@@ -346,10 +395,10 @@ def test_a_crash_report_of_the_drivers_own_node_needs_no_process_of_ray(monkeypa
     gang = make_gang([1, 1], lambda nodes: None)
     gang.addresses = tuple(WorkerAddress(f"m{n}", 0, "10.0.0.1", "ab" * 28, 40 + n, "cpu") for n in range(2))
     monkeypatch.setattr(gang_module, "lost_nodes", lambda node_ids: {})
-    monkeypatch.setattr(gang_module, "own_node_id", lambda: "ab" * 28)
-    monkeypatch.setattr(gang_module, "_read_crash_report", None)
+    monkeypatch.setattr(lost_workers, "own_node_id", lambda: "ab" * 28)
+    monkeypatch.setattr(lost_workers, "_read_crash_report", None)
     reports = {41: CrashReport("B of step 3", None, "")}
-    monkeypatch.setattr(gang_module, "read_crash_report", reports.get)
+    monkeypatch.setattr(lost_workers, "read_crash_report", reports.get)
     lost = [(k, AttemptFailure(Reason.WORKER_LOST, f"worker {k} is gone")) for k in range(2)]
     assert gang._cause(lost[1:], "step 3").message == "worker 1 is gone; it was in B of step 3"
     assert gang._cause(lost[:1], "step 3").message == "worker 0 is gone", "it left none"

@@ -24,7 +24,7 @@ from worker.driver import planning, step_loop
 from worker.driver.checkpoints import Checkpoints
 from worker.driver.control_plane_client import Refused
 from worker.driver.evaluation import Evaluations
-from worker.driver.gang import Mesh
+from worker.driver.gang.gang import Mesh
 from worker.driver.planning import (
     BACK_OFF,
     BROUGHT_SHARE,

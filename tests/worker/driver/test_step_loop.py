@@ -28,7 +28,7 @@ from worker.data.sampler import BatchSampler
 from worker.driver import step_loop
 from worker.driver.checkpoints import Checkpoints
 from worker.driver.evaluation import Evaluations
-from worker.driver.gang import Mesh
+from worker.driver.gang.gang import Mesh
 from worker.driver.limits import Limits
 from worker.driver.metrics import ModelFlops
 from worker.driver.reporter import LaunchPhases
@@ -70,7 +70,7 @@ class Actor:
 
 
 class Gang(FakeGang):
-    """As worker/driver/gang.py, of workers in this process."""
+    """As worker/driver/gang/gang.py, of workers in this process."""
 
     def __init__(self, workers, log, interrupted=lambda: None):
         self.interrupted = interrupted

@@ -13,7 +13,8 @@ from typing import Any
 from worker.actor.saver import BackgroundTask, ShardWriteResult
 from worker.contract.failures import AttemptFailure
 from worker.contract.reasons import Reason
-from worker.driver.gang import Gang, Phase
+from worker.driver.gang.gang import Gang
+from worker.driver.gang.phases import Phase
 
 _POLL_INTERVAL_S = 0.02
 

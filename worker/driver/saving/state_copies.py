@@ -20,7 +20,8 @@ from worker.actor.step_result import CopiedShard
 from worker.checkpoint.copies import CALL_LIMIT_S, LEASE_S, CopyKeeper, CopyKey, copy_record, indexed_copy
 from worker.checkpoint.format import is_whole_checkpoint
 from worker.contract.checkpoint_files import CheckpointError
-from worker.driver.gang import Gang, PerWorker, Phase
+from worker.driver.gang.gang import Gang, PerWorker
+from worker.driver.gang.phases import Phase
 from worker.driver.reporter import Reporter
 from worker.machine.keepers import end_keepers, find_keepers, keeper_results, start_keepers
 from worker.machine.telemetry import MEMORY_MARGIN
