@@ -190,7 +190,7 @@ def _compare_schedules(spec: PipelineSpec, format: str, budget_s: float) -> str:
 
 
 def _load_pipeline_spec(data: dict[str, Any], schedule: str | None, orders: Path | None) -> PipelineSpec:
-    from service.scheduler.problem.spec import load_spec
+    from service.scheduler.problem.spec_checks import load_spec
     from service.scheduler.schedules.csv import orders_from_csv
 
     if schedule is not None:

@@ -28,7 +28,8 @@ from service.scheduler.auto.recomputation import (
 from service.scheduler.kernels import TOLERANCE
 from service.scheduler.problem.defects import defect, failed
 from service.scheduler.problem.memory import keeps_memory_limits, keeps_receive_limits
-from service.scheduler.problem.spec import EdgeSpec, PipelineSpec, SpecError, change_costs, check_spec
+from service.scheduler.problem.spec import EdgeSpec, PipelineSpec, SpecError, change_costs
+from service.scheduler.problem.spec_checks import check_spec
 from service.scheduler.problem.timeline import Timeline, retime
 from service.scheduler.programs.check_programs import check_programs, check_slots
 from service.scheduler.programs.codegen import compile_programs

@@ -17,7 +17,7 @@ SPEEDS = [1e6, 1e5, 3e4]  # bytes a second, where a layer takes about 28 ms and 
 def planning(sizes: list[tuple[int, int]], budget_s: float, *, as_jobs: bool) -> None:
     """Distance to the bound and seconds, log-normal stages and links with skips, without and with memory limits."""
     from service.scheduler.planner import make_plan
-    from service.scheduler.problem.spec import load_spec
+    from service.scheduler.problem.spec_checks import load_spec
     from tests.service.scheduler.specs import measured
 
     print("Stages may recompute, backwards run whole or in two parts:" if as_jobs else "Costs alone:")

@@ -20,7 +20,7 @@ import numpy as np
 
 from service.scheduler.planner import compile_kernels, make_plan
 from service.scheduler.problem.problem import Problem, build_problem
-from service.scheduler.problem.spec import load_spec
+from service.scheduler.problem.spec_checks import load_spec
 from service.scheduler.search.microbatch_orders import candidate_orders
 from service.scheduler.search.priority_rules import ConstructivePlanner, standard_rules
 

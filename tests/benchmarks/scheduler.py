@@ -64,7 +64,7 @@ def spec_of(
 def speed(sizes: list[tuple[int, int]]) -> bool:
     """Print time and memory against size; whether every target is met."""
     from service.scheduler.planner import make_plan
-    from service.scheduler.problem.spec import load_spec
+    from service.scheduler.problem.spec_checks import load_spec
 
     began = time.perf_counter()
     make_plan(load_spec(spec_of([0, 1], 2, schedule="eager-1f1b")))
@@ -100,7 +100,7 @@ def speed(sizes: list[tuple[int, int]]) -> bool:
 def constructive() -> bool:
     """`auto` with budget 0 at P=32, M=256, where memory is tight and no named schedule is optimal."""
     from service.scheduler.planner import make_plan
-    from service.scheduler.problem.spec import load_spec
+    from service.scheduler.problem.spec_checks import load_spec
 
     met = True
     print("\nauto, budget 0, P=32, M=256:")
@@ -150,7 +150,8 @@ def torch_orders(name: str, meshes: int, microbatches: int, rounds: int) -> dict
 def against_torch(microbatches: int, budget_s: float) -> bool:
     """Makespans of torch's compute orders and of `auto` in the same memory, over a grid of costs."""
     from service.scheduler.planner import make_plan
-    from service.scheduler.problem.spec import SpecError, load_spec
+    from service.scheduler.problem.spec import SpecError
+    from service.scheduler.problem.spec_checks import load_spec
 
     meshes, never_worse = 4, True
     print(

@@ -16,7 +16,7 @@ from typer.main import get_command
 from service.api.auth import LEAST_ROLE
 from service.cli.main import app
 from service.scheduler.planner import make_plan
-from service.scheduler.problem.spec import load_spec
+from service.scheduler.problem.spec_checks import load_spec
 from service.settings.settings import Settings
 from service.spec.job import JobSpec, SubmittedJob
 from service.spec.short_forms import MESH_RANGE_FIELD, STORED_MESH_FIELDS

@@ -470,7 +470,7 @@ def _validation_message(error: ValueError) -> str:
 
 def _plan_spec(expired: Callable[[], bool], text: str, budget_s: float, format: str) -> str:
     from service.scheduler.planner import make_plan
-    from service.scheduler.problem.spec import load_spec
+    from service.scheduler.problem.spec_checks import load_spec
     from service.scheduler.views.render import render
 
     spec = load_spec(text)

@@ -44,7 +44,8 @@ from service.scheduler.problem.memory import (
     peak_receive_buffers,
 )
 from service.scheduler.problem.problem import Problem
-from service.scheduler.problem.spec import PipelineSpec, SpecError, check_spec
+from service.scheduler.problem.spec import PipelineSpec, SpecError
+from service.scheduler.problem.spec_checks import check_spec
 from service.scheduler.problem.timeline import Timeline, needed_receive_buffers, retime
 from service.scheduler.schedules.registry import fitting_names
 from service.scheduler.search.bounds import lower_bound

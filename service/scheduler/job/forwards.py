@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from service.scheduler.job.heterogeneous import MeshGroups, reshard_tensor
 from service.scheduler.planner import make_plan
-from service.scheduler.problem.spec import EdgeSpec, PipelineSpec, SpecError, load_spec
+from service.scheduler.problem.spec import EdgeSpec, PipelineSpec, SpecError
+from service.scheduler.problem.spec_checks import load_spec
 from service.scheduler.programs.messages import check_messages
 from service.scheduler.programs.plan import Plan
 from service.scheduler.resharding.resharding_plan import PlannedResharding

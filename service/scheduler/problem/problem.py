@@ -22,11 +22,11 @@ from service.scheduler.problem.spec import (
     Contention,
     PipelineSpec,
     bucket_specs,
-    check_spec,
     edge_costs,
     link_contention,
     topological_order,
 )
+from service.scheduler.problem.spec_checks import check_spec
 from worker.contract.program import COMPUTE_LANE, receive_lane, send_lane
 
 

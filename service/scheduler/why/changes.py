@@ -24,7 +24,8 @@ from service.scheduler.job.cut import PipelineSetup, Recompute, balanced_cut, ne
 from service.scheduler.job.partition import partition
 from service.scheduler.planner import find_timeline
 from service.scheduler.problem.memory import peak_memory
-from service.scheduler.problem.spec import MeshSpec, PipelineSpec, SpecError, check_spec
+from service.scheduler.problem.spec import MeshSpec, PipelineSpec, SpecError
+from service.scheduler.problem.spec_checks import check_spec
 from service.scheduler.schedules.registry import AUTO
 from service.scheduler.why.causes import MIN_COST_SHARE
 from service.scheduler.why.measured import (

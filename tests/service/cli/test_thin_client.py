@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.scheduler.problem.spec import load_spec
+from service.scheduler.problem.spec_checks import load_spec
 from tests.benchmarks.thin_client import (
     EXTRAS,
     MICROBATCHES,

@@ -6,7 +6,7 @@ import json
 from service.cli.plan import job_plan_text
 from service.jobs import explain
 from service.scheduler.planner import make_plan
-from service.scheduler.problem.spec import load_spec
+from service.scheduler.problem.spec_checks import load_spec
 from service.schemas.plans import JobPlanPreview
 from tests.service.scheduler.specs import by_every_method
 

@@ -10,7 +10,7 @@ import pytest
 
 from service.jobs.timelines import timeline_trace
 from service.scheduler.planner import make_plan
-from service.scheduler.problem.spec import load_spec
+from service.scheduler.problem.spec_checks import load_spec
 from service.scheduler.views.render import render
 from service.schemas.activity import SlotView, TimelineSide, TimelineView
 from tests.service.scheduler.specs import chain

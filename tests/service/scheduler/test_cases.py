@@ -7,7 +7,8 @@ import pytest
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.memory import keeps_activation_limits
 from service.scheduler.problem.problem import build_problem
-from service.scheduler.problem.spec import SpecError, load_spec
+from service.scheduler.problem.spec import SpecError
+from service.scheduler.problem.spec_checks import load_spec
 from service.scheduler.schedules.registry import SCHEDULES
 from service.scheduler.search.bounds import lower_bound, lower_bounds
 from service.scheduler.search.large_neighbourhoods import large_neighbourhood_search

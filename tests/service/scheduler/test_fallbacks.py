@@ -12,7 +12,7 @@ from service.scheduler.auto import auto
 from service.scheduler.planner import find_timeline, make_plan
 from service.scheduler.problem import defects
 from service.scheduler.problem.defects import SchedulerDefect
-from service.scheduler.problem.spec import load_spec
+from service.scheduler.problem.spec_checks import load_spec
 from service.scheduler.programs.check_programs import check_programs, check_slots
 from service.scheduler.programs.codegen import compile_programs
 from service.scheduler.programs.decode import PlanError

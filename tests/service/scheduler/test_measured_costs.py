@@ -8,7 +8,7 @@ from service.scheduler.auto.auto import plan_auto
 from service.scheduler.auto.recomputation import may_recompute, with_recomputation
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.problem import build_problem
-from service.scheduler.problem.spec import load_spec
+from service.scheduler.problem.spec_checks import load_spec
 from service.scheduler.search.exact import integer_durations
 from tests.service.scheduler.checker import check_plan, run_programs
 from tests.service.scheduler.specs import chain, measured

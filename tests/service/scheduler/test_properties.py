@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, example, given, seed, settings
 from hypothesis import strategies as st
 
 from service.scheduler.planner import make_plan
-from service.scheduler.problem.spec import SpecError, load_spec
+from service.scheduler.problem.spec import SpecError
+from service.scheduler.problem.spec_checks import load_spec
 from service.scheduler.schedules.registry import SCHEDULES
 from tests.service.scheduler.checker import check_plan, run_programs
 from tests.service.scheduler.specs import random_specs

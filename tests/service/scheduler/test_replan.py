@@ -7,7 +7,7 @@ import pytest
 from service.scheduler.auto.auto import plan_from_running
 from service.scheduler.auto.recomputation import with_recomputation
 from service.scheduler.planner import make_plan, replan
-from service.scheduler.problem.spec import load_spec
+from service.scheduler.problem.spec_checks import load_spec
 from service.scheduler.programs.decode import PlanError, read_programs
 from service.scheduler.programs.replay import replay
 from service.scheduler.why.measured import scale_meshes

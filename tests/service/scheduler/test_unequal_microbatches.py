@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from service.scheduler.planner import make_plan, replan
 from service.scheduler.problem.problem import build_problem
-from service.scheduler.problem.spec import SpecError, load_spec
+from service.scheduler.problem.spec import SpecError
+from service.scheduler.problem.spec_checks import load_spec
 from service.scheduler.programs.check_programs import PlanError, check_programs, check_slots
 from service.scheduler.programs.decode import read_programs
 from service.scheduler.programs.replay import replay

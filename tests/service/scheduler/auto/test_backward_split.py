@@ -8,7 +8,7 @@ import pytest
 
 from service.scheduler.auto.backward_split import backward_relaxation, problem_with_whole_backwards
 from service.scheduler.planner import make_plan
-from service.scheduler.problem.spec import load_spec
+from service.scheduler.problem.spec_checks import load_spec
 from service.scheduler.search.bounds import lower_bounds
 from tests.service.scheduler.checker import check_plan
 from tests.service.scheduler.solver import optimum

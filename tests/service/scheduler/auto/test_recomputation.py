@@ -15,7 +15,8 @@ from service.scheduler.auto.recomputation import (
 )
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.problem import build_problem
-from service.scheduler.problem.spec import SpecError, load_spec
+from service.scheduler.problem.spec import SpecError
+from service.scheduler.problem.spec_checks import load_spec
 from service.scheduler.search.bounds import lower_bound
 from service.scheduler.search.priority_rules import LARGE_PROBLEM_TASKS
 from service.scheduler.search.search import search

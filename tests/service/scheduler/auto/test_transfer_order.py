@@ -5,7 +5,8 @@ import pytest
 
 from service.scheduler.auto.fixed_schedule import named_timeline
 from service.scheduler.planner import make_plan
-from service.scheduler.problem.spec import PipelineSpec, load_spec
+from service.scheduler.problem.spec import PipelineSpec
+from service.scheduler.problem.spec_checks import load_spec
 from service.scheduler.search import exact
 from service.scheduler.views.render import plan_orders
 from tests.service.scheduler.solver import optimum

@@ -15,7 +15,8 @@ from service.scheduler.job.cores import (
 from service.scheduler.job.cut import PipelineSetup
 from service.scheduler.job.joint import JointSearchRequest, plan_jointly
 from service.scheduler.planner import make_plan
-from service.scheduler.problem.spec import MeshSpec, NetworkSpec, RecomputeSpec, load_spec
+from service.scheduler.problem.spec import MeshSpec, NetworkSpec, RecomputeSpec
+from service.scheduler.problem.spec_checks import load_spec
 from tests.service.scheduler.specs import chain
 from worker.contract.profile import LayerCost, LayerEdge, LayerProfile
 

@@ -15,7 +15,8 @@ from service.scheduler.job.joint import JointSearchRequest, plan_jointly
 from service.scheduler.job.partition import partition, place_stages
 from service.scheduler.job.plan_job import host_notes
 from service.scheduler.planner import make_plan
-from service.scheduler.problem.spec import MeshSpec, NetworkSpec, SpecError, check_spec
+from service.scheduler.problem.spec import MeshSpec, NetworkSpec, SpecError
+from service.scheduler.problem.spec_checks import check_spec
 from tests.tiers import some_by_day
 from worker.benchmark.layer_costs import measure_layers
 from worker.contract.profile import CutError, HostCost, LayerCost, LayerEdge, LayerProfile, OptimizerState

@@ -8,7 +8,8 @@ import pytest
 from service.scheduler.auto.auto import makespan_lower_bound_s
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.problem import build_problem
-from service.scheduler.problem.spec import PipelineSpec, SpecError, load_spec
+from service.scheduler.problem.spec import PipelineSpec, SpecError
+from service.scheduler.problem.spec_checks import load_spec
 from tests.service.scheduler.specs import chain, measured, scaled_buckets
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.problem import build_problem
-from service.scheduler.problem.spec import load_spec
+from service.scheduler.problem.spec_checks import load_spec
 from tests.service.scheduler.specs import chain
 
 

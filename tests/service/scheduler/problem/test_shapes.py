@@ -3,7 +3,7 @@
 import pytest
 
 from service.scheduler.problem import spec as problem_spec
-from service.scheduler.problem.spec import load_spec
+from service.scheduler.problem.spec_checks import load_spec
 from tests.service.scheduler.specs import chain
 
 

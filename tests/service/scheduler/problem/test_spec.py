@@ -5,7 +5,8 @@ import copy
 import pytest
 
 from service.scheduler.planner import make_plan
-from service.scheduler.problem.spec import SpecError, load_spec
+from service.scheduler.problem.spec import SpecError
+from service.scheduler.problem.spec_checks import load_spec
 from tests.service.scheduler.specs import chain
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from service.scheduler.planner import make_plan
-from service.scheduler.problem.spec import load_spec
+from service.scheduler.problem.spec_checks import load_spec
 from service.scheduler.programs.check_programs import check_programs
 from service.scheduler.programs.decode import PlanError
 from tests.service.scheduler.specs import chain

@@ -8,7 +8,8 @@ import pytest
 from service.scheduler.auto.fixed_schedule import named_timeline
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.memory import peak_activation
-from service.scheduler.problem.spec import SpecError, load_spec
+from service.scheduler.problem.spec import SpecError
+from service.scheduler.problem.spec_checks import load_spec
 from tests.service.scheduler.checker import check_plan, run_programs
 from tests.service.scheduler.specs import chain
 

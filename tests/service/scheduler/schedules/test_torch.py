@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from service.scheduler.planner import make_plan
-from service.scheduler.problem.spec import load_spec
+from service.scheduler.problem.spec_checks import load_spec
 from service.scheduler.views.render import render
 from tests.missing import needs
 from tests.service.scheduler.specs import SHARED, chain

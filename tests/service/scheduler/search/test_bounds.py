@@ -9,7 +9,8 @@ from service.scheduler.planner import make_plan
 from service.scheduler.problem import defects
 from service.scheduler.problem.defects import SchedulerDefect
 from service.scheduler.problem.problem import build_problem
-from service.scheduler.problem.spec import SpecError, load_spec
+from service.scheduler.problem.spec import SpecError
+from service.scheduler.problem.spec_checks import load_spec
 from service.scheduler.search import bounds as bounds_module
 from service.scheduler.search.bounds import drop_refuted_bounds, lower_bounds
 from tests.service.scheduler.solver import optimum

@@ -7,7 +7,8 @@ import pytest
 
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.problem import build_problem
-from service.scheduler.problem.spec import SpecError, load_spec
+from service.scheduler.problem.spec import SpecError
+from service.scheduler.problem.spec_checks import load_spec
 from service.scheduler.search.bounds import lower_bounds
 from tests.service.scheduler.checker import check_plan, run_programs
 from tests.service.scheduler.search.test_bounds import random_graph

@@ -16,7 +16,7 @@ from service.scheduler.problem.memory import (
     peak_receive_buffers,
 )
 from service.scheduler.problem.problem import build_problem
-from service.scheduler.problem.spec import load_spec
+from service.scheduler.problem.spec_checks import load_spec
 from service.scheduler.search.memory_saving import save_memory
 from service.scheduler.search.search import search
 from tests.service.scheduler.checker import check_plan

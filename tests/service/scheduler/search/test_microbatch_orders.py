@@ -9,7 +9,7 @@ import pytest
 
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.problem import build_problem
-from service.scheduler.problem.spec import load_spec
+from service.scheduler.problem.spec_checks import load_spec
 from service.scheduler.search import search as search_module
 from service.scheduler.search.bounds import lower_bounds
 from service.scheduler.search.microbatch_orders import begun_order, candidate_orders, johnson_order

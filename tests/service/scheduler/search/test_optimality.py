@@ -6,7 +6,7 @@ import random
 import pytest
 
 from service.scheduler.planner import make_plan
-from service.scheduler.problem.spec import load_spec
+from service.scheduler.problem.spec_checks import load_spec
 
 
 def tiny(generator, placed, microbatches, edges, split, limits):

@@ -7,7 +7,7 @@ import ortools
 import pytest
 
 from service.scheduler.planner import make_plan
-from service.scheduler.problem.spec import load_spec
+from service.scheduler.problem.spec_checks import load_spec
 from service.scheduler.search import origin, priority_rules
 from tests.service.scheduler.specs import measured
 

@@ -3,7 +3,7 @@
 import pytest
 
 from service.scheduler.planner import find_timeline, make_plan
-from service.scheduler.problem.spec import load_spec
+from service.scheduler.problem.spec_checks import load_spec
 from service.scheduler.programs.decode import read_programs
 from service.scheduler.programs.replay import replay
 from service.scheduler.search.memory_saving import stretched_makespan

@@ -12,7 +12,7 @@ from service.scheduler.problem.memory import (
     peak_receive_buffers,
 )
 from service.scheduler.problem.problem import build_problem
-from service.scheduler.problem.spec import load_spec
+from service.scheduler.problem.spec_checks import load_spec
 from service.scheduler.search import priority_rules, steady_state
 from service.scheduler.search.delays import alap_transfers
 from service.scheduler.search.search import search

@@ -13,7 +13,7 @@ from service.scheduler import kernels
 from service.scheduler.planner import make_plan
 from service.scheduler.problem.memory import keeps_activation_limits
 from service.scheduler.problem.problem import build_problem
-from service.scheduler.problem.spec import load_spec
+from service.scheduler.problem.spec_checks import load_spec
 from service.scheduler.problem.timeline import retime
 from service.scheduler.programs.codegen import compile_programs
 from service.scheduler.programs.plan import PlanProof, build_plan

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 
 from service.scheduler.problem.memory import keeps_activation_limits, keeps_memory_limits
 from service.scheduler.problem.problem import build_problem
-from service.scheduler.problem.spec import load_spec
+from service.scheduler.problem.spec_checks import load_spec
 from service.scheduler.search import exact, large_neighbourhoods, tabu
 from service.scheduler.search.search import search
 from service.scheduler.search.windows import WindowCutter, WindowModel

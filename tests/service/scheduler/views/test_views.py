@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 from service.cli.main import app
 from service.scheduler.compare import compare_schedules, definition_order_timeline, lockstep_timeline
 from service.scheduler.planner import make_plan
-from service.scheduler.problem.spec import SpecError, load_spec
+from service.scheduler.problem.spec import SpecError
+from service.scheduler.problem.spec_checks import load_spec
 from service.scheduler.programs.plan import Plan
 from service.scheduler.schedules.csv import orders_from_csv
 from service.scheduler.views.render import FORMATS, plan_orders, render

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.scheduler.planner import make_plan
-from service.scheduler.problem.spec import PipelineSpec, edge_costs, load_spec
+from service.scheduler.problem.spec import PipelineSpec, edge_costs
+from service.scheduler.problem.spec_checks import load_spec
 from service.scheduler.programs.plan import Plan
 from service.scheduler.why import calibration
 from service.scheduler.why.calibration import Calibration, calibrate

@@ -8,7 +8,8 @@ from functools import cache
 import pytest
 
 from service.scheduler.planner import make_plan
-from service.scheduler.problem.spec import PipelineSpec, edge_costs, load_spec
+from service.scheduler.problem.spec import PipelineSpec, edge_costs
+from service.scheduler.problem.spec_checks import load_spec
 from service.scheduler.programs.plan import Plan
 from service.scheduler.why.explain import explain
 from service.scheduler.why.measured import CauseKind, ChangeKind, Explanation, duration_text

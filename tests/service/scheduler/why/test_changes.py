@@ -11,7 +11,8 @@ from service.scheduler.job.cut import PipelineSetup
 from service.scheduler.job.joint import JointSearchRequest, plan_jointly
 from service.scheduler.job.partition import partition
 from service.scheduler.planner import make_plan
-from service.scheduler.problem.spec import MeshSpec, NetworkSpec, load_spec
+from service.scheduler.problem.spec import MeshSpec, NetworkSpec
+from service.scheduler.problem.spec_checks import load_spec
 from service.scheduler.why.changes import CutSearch, JobLayers
 from service.scheduler.why.explain import explain
 from service.scheduler.why.measured import CauseKind, Change, ChangeKind

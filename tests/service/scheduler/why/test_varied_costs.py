@@ -6,7 +6,8 @@ from statistics import fmean
 import pytest
 
 from service.scheduler.planner import make_plan, replan
-from service.scheduler.problem.spec import edge_costs, load_spec
+from service.scheduler.problem.spec import edge_costs
+from service.scheduler.problem.spec_checks import load_spec
 from service.scheduler.why import varied_costs
 from service.scheduler.why.calibration import calibrate, measured_graphs
 from service.scheduler.why.measured import measured_spec, task_seconds, with_decided_recomputation
