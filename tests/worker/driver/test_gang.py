@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import ray
-from ray.util.placement_group import placement_group_table
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from tests.polling import until
 from worker.contract import failures
@@ -22,6 +22,7 @@ from worker.contract.reasons import Reason
 from worker.driver.gang import gang as gang_module
 from worker.driver.gang.gang import Gang, PerWorker
 from worker.driver.gang.phases import Phase
+from worker.driver.gang.reservation import Reservation
 from worker.driver.limits import Limits
 from worker.driver.stopping import Cancelled, GracefulStop, Interruption
 from worker.machine.node import WorkerAddress, cluster_nodes
@@ -113,6 +114,7 @@ def test_no_worker_with_a_gpu_is_forked_where_its_driver_was(device, interpreter
         interruption=Interruption(),
         interpreter="python spawn.py",
     )
+    gang._reservation = Reservation(None, 1, None)
     assert gang._actor_options("m0", 0, 0)["runtime_env"] == {"py_executable": interpreter}
 
 
@@ -170,6 +172,19 @@ def assert_nothing_left(addresses) -> None:
         every_s=0.1,
     )
     assert {group["state"] for group in placement_group_table().values()} <= {"REMOVED"}
+
+
+def test_accelerators_are_there_as_soon_as_ray_says_so_and_a_removed_group_says_that_it_is(cluster):
+    """What `AcceleratorDemand` takes from Ray: an answer to one question, however late its head gives it."""
+    group = placement_group([{"CPU": 1}])
+    assert ray.wait([group.ready()], timeout=60)[0]
+    never = placement_group([{"slotline_no_such": 1}])
+    ready = never.ready()
+    assert not ray.wait([ready], timeout=0.1)[0]
+    remove_placement_group(never)
+    with pytest.raises(ray.exceptions.TaskPlacementGroupRemoved):
+        ray.get(ready, timeout=60)
+    remove_placement_group(group)
 
 
 @pytest.mark.slow

@@ -103,19 +103,37 @@ def test_meshes_stay_whole_where_ray_alone_splits_one(cluster):
         assert max(len(ids) for ids in start(gang)) == 2, "PACK alone"
 
 
-def demand_never_met(monkeypatch, raise_if_interrupted) -> tuple[AcceleratorDemand, list[object]]:
-    """A demand for 3 workers whose placement group never has its accelerators, and the groups that were removed."""
-    removed: list[object] = []
+def demand_beside(monkeypatch, answers, raise_if_interrupted=lambda: None):
+    """A demand for 3 workers whose placement groups answer so, one after the other: None for one that never has its
+    accelerators; and the numbers of the groups that were removed."""
+    removed: list[int] = []
+
+    def get(ready, timeout):
+        if (answer := answers[ready]) is None:
+            raise ray.exceptions.GetTimeoutError
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
     fake = SimpleNamespace(
         _private=SimpleNamespace(state=SimpleNamespace(available_resources_per_node=dict)),
         available_resources=lambda: {"slotline_worker": 2.0},
         cluster_resources=lambda: {"slotline_worker": 7.0},
+        exceptions=ray.exceptions,
+        wait=lambda refs, timeout: (refs, []) if answers[refs[0]] is not None else ([], refs),
+        get=get,
     )
-    group = SimpleNamespace(wait=lambda timeout_seconds: False)
+    made = iter(range(len(answers)))
+
+    def placement_group(bundles, **_):
+        number = next(made)
+        return SimpleNamespace(number=number, ready=lambda: number)
+
+    monkeypatch.setattr(reservation, "_PLACE_AGAIN_S", 0.0)
     monkeypatch.setattr(reservation, "ray", fake)
     monkeypatch.setattr(reservation, "cluster_nodes", list)
-    monkeypatch.setattr(reservation, "placement_group", lambda bundles, **_: group)
-    monkeypatch.setattr(reservation, "remove_placement_group", removed.append)
+    monkeypatch.setattr(reservation, "placement_group", placement_group)
+    monkeypatch.setattr(reservation, "remove_placement_group", lambda group: removed.append(group.number))
     demand = AcceleratorDemand(
         [1, 2],
         device="cpu",
@@ -134,18 +152,26 @@ def test_a_cancellation_while_accelerators_are_waited_for_leaves_no_placement_gr
         if next(looks, "cancelled") == "cancelled":
             raise Cancelled
 
-    demand, removed = demand_never_met(monkeypatch, raise_if_interrupted)
+    demand, removed = demand_beside(monkeypatch, [None], raise_if_interrupted)
     with pytest.raises(Cancelled):
         demand.reserve(0, time.monotonic() + LIMIT_S, LIMIT_S)
-    assert len(removed) == 1
+    assert removed == [0]
 
 
 def test_accelerators_that_are_not_to_be_had_leave_no_placement_group(monkeypatch):
-    demand, removed = demand_never_met(monkeypatch, lambda: None)
+    demand, removed = demand_beside(monkeypatch, [None])
     with pytest.raises(AttemptFailure, match=r"offer 3 × .* within 12 s \(free now: 2 of 7 ") as caught:
         demand.reserve(0, time.monotonic() - 1.0, 12.0)
     assert caught.value.reason is Reason.ACCELERATORS_TAKEN
-    assert len(removed) == 1
+    assert removed == [0]
+
+
+def test_a_placement_group_that_somebody_removes_while_it_is_waited_for_is_made_anew(monkeypatch):
+    gone = ray.exceptions.TaskPlacementGroupRemoved()
+    demand, removed = demand_beside(monkeypatch, [gone, "ready"])
+    reserved = demand.reserve(2, time.monotonic() + LIMIT_S, LIMIT_S)
+    assert (reserved.group.number, reserved.accelerators, reserved.node_ids) == (1, 5, None)
+    assert removed == [0]
 
 
 @pytest.mark.ray

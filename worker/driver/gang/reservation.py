@@ -5,6 +5,7 @@ Each worker has a bundle of the group, pinned to the node that the placement has
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,8 @@ from worker.contract.job import gpu_share, placement_group_name
 from worker.contract.reasons import Reason
 from worker.driver.gang.drains import DrainWatch
 from worker.machine.node import ClusterNode, WorkerAddress, cluster_nodes, offered_nodes, spare_nodes
+
+log = logging.getLogger(__name__)
 
 CPU_RESOURCE = "slotline_worker"
 POLL_S = 0.25
@@ -106,15 +109,21 @@ class AcceleratorDemand:
             time.sleep(_PLACE_AGAIN_S)
 
     def _is_complete(self, group: PlacementGroup, until: float) -> bool:
-        """True once the group has its accelerators; False if it has not by `until`, and it is removed."""
+        """True once the group has its accelerators; False, and it is gone, where it has not by `until` or was removed."""
         is_complete = False
+        # asked once: `group.wait` takes whole seconds, and asks Ray's head anew each time, which has to answer within them
+        ready = group.ready()
         try:
-            while not (is_complete := group.wait(timeout_seconds=POLL_S)) and time.monotonic() <= until:
+            while not ray.wait([ready], timeout=POLL_S)[0] and time.monotonic() <= until:
                 self._raise_if_interrupted()
-            return is_complete
+            ray.get(ready, timeout=0)
+            is_complete = True
+        except (ray.exceptions.GetTimeoutError, ray.exceptions.TaskPlacementGroupRemoved) as error:
+            log.info("no accelerators yet: %s", error)
         finally:
             if not is_complete:
                 remove_placement_group(group)
+        return is_complete
 
 
 def placement_text(addresses: Sequence[WorkerAddress], nodes: Sequence[ClusterNode]) -> str:
