@@ -69,6 +69,7 @@ class NetworkedRay:
             "RAY_AUTH_TOKEN": self.token,
             "PYTHONPATH": str(_ROOT),
             "OMP_NUM_THREADS": "1",
+            "RAY_worker_niceness": "0",  # as the chart has it: beside others that compute, workers would get next to nothing
             "SLOTLINE_LIMIT_LINGER_S": "2",
         }
         environment.pop("RAY_ADDRESS", None)

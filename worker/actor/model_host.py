@@ -52,7 +52,6 @@ from worker.model.export import TracedModel, tensor_aliases, trace
 from worker.model.factory import build_model, check_patterns_match, pattern_matches, set_modes
 from worker.model.interface import ModelInterface, adapt_model
 from worker.model.opaque.call import opaque_calls
-from worker.model.opaque.own_backwards import modules_with_own_backwards
 from worker.model.parity import tolerance_for
 from worker.model.pytree import Target, TreeSpec
 from worker.model.serialization import (
@@ -64,6 +63,7 @@ from worker.model.serialization import (
     storage_values,
 )
 from worker.model.stages import BucketStages, StageGraph, StageModule, share_stages
+from worker.model.untraceable import modules_with_own_backwards
 from worker.parallel.sync_batch_norm import batch_norm_notes
 from worker.parallel.tensor.shards import check_tensor_plan_of
 

@@ -314,8 +314,8 @@ def _trace_with(
 
 @dataclass
 class _BoundPlaceholders:
-    """What the placeholders of a graph stand for: parameters and buffers by name, inputs of the model by index; `values`
-    are those of all, in their order, `tensors` the parameters and buffers themselves by name."""
+    """The meaning of a graph's placeholders: parameters and buffers by name, inputs of the model by index; `values` are those
+    of all, in their order, `tensors` the parameters and buffers themselves by name."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     parameters: dict[fx.Node, str] = field(default_factory=dict)
@@ -330,7 +330,7 @@ def _bind_placeholders(
     module: fx.GraphModule,
     example_inputs: tuple[Tensor, ...],
 ) -> _BoundPlaceholders:
-    """What the placeholders of `module`, the exported graph, stand for; sparse tensors that nothing uses are taken out.
+    """Tell what the placeholders of `module`, the exported graph, stand for, and take out sparse tensors that nothing uses.
     Raises TraceError for state that stages cannot hold."""
     bound = _BoundPlaceholders()
     names = {id(value): name for name, value in [*model.named_parameters(), *model.named_buffers()]}

@@ -1,11 +1,14 @@
 """Explains why torch.export cannot take a model: the user's module and line, torch's reason, and a remedy.
 
 torch's own message, which may hold a whole graph, stays in the traceback. A model whose forward fails by itself gets that
-error instead: it is run once more, eagerly, to tell. Knows nothing of stages.
+error instead: it is run once more, eagerly, to tell. Modules whose own backwards a trace would lose are found here too.
+Knows nothing of stages.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
 import sys
 import traceback
@@ -19,8 +22,9 @@ from torch.overrides import TorchFunctionMode
 
 from worker.contract.profile import TraceError
 from worker.model.autocast import AutocastSpec
+from worker.model.hf_patches import PATCHED_FUNCTION_NAMES
 from worker.model.layers import LIBRARY_FOLDERS, QUOTED_FRAME, user_line
-from worker.model.side_effects.eager import BufferSnapshot
+from worker.model.side_effects.eager import BufferSnapshot, python_state_kept, run_eagerly
 
 _DATA_DEPENDENT_ERRORS = (
     "GuardOnDataDependentSymNode",
@@ -152,7 +156,7 @@ class _UntraceableCalls(TorchFunctionMode):
             ),
             "",
         )
-        self.found.setdefault(kind, (where, name, innermost_module(self._model, stack[::-1])))
+        self.found.setdefault(kind, (where, name, _innermost_module(self._model, stack[::-1])))
 
 
 def _untraceable_call_error(model: nn.Module, calls: _UntraceableCalls) -> UntraceableError | None:
@@ -196,7 +200,7 @@ def untraceable_error(
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
     reason = f"{kind}: {first[:_MAX_REASON_CHARS]}"
     frames = frames or list(_error_frames(error))
-    path = innermost_module(model, frames) or path
+    path = _innermost_module(model, frames) or path
     module = f", in module {path!r} ({type(model.get_submodule(path)).__name__})" if path else ""
     place = module + _innermost_user_line(error, frames)
     if kind in _DATA_DEPENDENT_ERRORS:
@@ -243,7 +247,7 @@ def _error_frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
         yield from traceback.walk_tb(raised.__traceback__)
 
 
-def innermost_module(model: nn.Module, frames: Frames) -> str:
+def _innermost_module(model: nn.Module, frames: Frames) -> str:
     """The name of the innermost module that was called, other than the model itself; empty without one."""
     # by its attributes, which the stand-ins that torch traces with share
     names = {id(vars(module)): name for name, module in model.named_modules() if name}
@@ -346,3 +350,69 @@ def _eager_error(
     finally:
         buffers.restore()
     return None
+
+
+def modules_with_own_backwards(
+    model: nn.Module,
+    example_inputs: tuple[Tensor, ...],
+    *,
+    autocast: torch.dtype | None = None,
+    device: str = "cpu",
+) -> dict[str, str]:
+    """The modules in whose forward a custom autograd function is called, whose backward a trace loses, as `opaque` of
+    `trace`; the model itself has an empty name."""
+    found: dict[str, str] = {}
+
+    def note(kind: type[torch.autograd.Function]) -> None:
+        path = _innermost_module(model, list(traceback.walk_stack(None))[::-1])
+        found[path] = f"the autograd function {kind.__name__} has a backward of its own, which tracing loses"
+
+    with _noted_autograd_functions(note), python_state_kept(model, list(model.modules())):
+        run_eagerly(model, example_inputs, AutocastSpec(device, autocast))
+    return found
+
+
+@contextlib.contextmanager
+def _noted_autograd_functions(note: Callable[[type[torch.autograd.Function]], None]) -> Iterator[None]:
+    """In the body `note` is called with each autograd function that is called and neither torch's nor patched here: at its
+    forward, as `apply` may have been taken from the class before, or at `apply` where the class is made in the body."""
+    known = _autograd_functions()
+    forwards = {kind: vars(kind)["forward"] for kind in known if "forward" in vars(kind)}
+    applied = torch.autograd.Function.__dict__["apply"]
+
+    def noted(kind: type[torch.autograd.Function]) -> staticmethod:
+        forward = kind.forward
+
+        @functools.wraps(forward)  # torch binds arguments by its signature
+        def called(*args: Any, **kwargs: Any) -> Any:
+            note(kind)
+            return forward(*args, **kwargs)
+
+        return staticmethod(called)
+
+    def apply(kind: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        if kind not in known and _is_own(kind):
+            note(kind)
+        return applied.__get__(None, kind)(*args, **kwargs)
+
+    try:
+        for kind in forwards:
+            kind.forward = noted(kind)
+        torch.autograd.Function.apply = classmethod(apply)
+        yield
+    finally:
+        torch.autograd.Function.apply = applied
+        for kind, forward in forwards.items():
+            kind.forward = forward
+
+
+def _autograd_functions() -> list[type[torch.autograd.Function]]:
+    """The autograd functions that are defined by now and neither torch's nor patched here."""
+    kinds = [torch.autograd.Function]
+    for kind in kinds:  # which grows
+        kinds += [one for one in kind.__subclasses__() if one not in kinds]
+    return [kind for kind in kinds if _is_own(kind)]
+
+
+def _is_own(kind: type[torch.autograd.Function]) -> bool:
+    return not kind.__module__.startswith("torch.") and kind.__name__ not in PATCHED_FUNCTION_NAMES

@@ -49,8 +49,8 @@ class Reservation:
 
 
 class AcceleratorDemand:
-    """What a gang needs: an accelerator of `device` for each worker of meshes of these `sizes`, placed by `place` on nodes
-    that are not drained; `raise_if_interrupted` is asked while it is waited for."""
+    """The demand of a gang: an accelerator of `device` for each worker of meshes of these `sizes`, placed by `place` on
+    nodes that are not drained; `raise_if_interrupted` is asked while it is waited for."""
 
     def __init__(
         self,
