@@ -314,7 +314,7 @@ def _trace_with(
 
 @dataclass
 class _BoundPlaceholders:
-    """The meaning of a graph's placeholders: parameters and buffers by name, inputs of the model by index; `values` are those
+    """Meanings of a graph's placeholders: parameters and buffers by name, inputs of the model by index; `values` are those
     of all, in their order, `tensors` the parameters and buffers themselves by name."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)

@@ -22,7 +22,9 @@ from worker.actor.actor import Worker
 from worker.actor.loaded import LoadedWorker
 from worker.contract.tasks import JobCheck
 from worker.driver import __main__ as driver
-from worker.driver import control_plane_client, gang
+from worker.driver import control_plane_client
+from worker.driver.gang import drains, gang, lost_workers
+from worker.driver.gang.reservation import Reservation
 from worker.driver.limits import Limits
 from worker.driver.stopping import RunningCheck
 from worker.machine.node import WorkerAddress
@@ -145,6 +147,7 @@ class ThreadGang(gang.Gang):
             meshes.append(gang.Mesh(mesh, tuple(workers)))
             addresses += [WorkerAddress(mesh, index, HERE, NODE, 1, "cpu") for index in range(size)]
         self.meshes, self.addresses, self._bundles = tuple(meshes), tuple(addresses), range(len(addresses))
+        self._reservation = Reservation(None, len(addresses), None)
 
     def stop(self) -> None:
         """End all workers: those that wait for one that has failed go on when it is closed."""
@@ -199,9 +202,10 @@ def run_attempt(
         patch.setattr("worker.driver.trainer.Gang", ThreadGang)
         patch.setattr("worker.driver.trainer.start_check", lambda *_, **__: running)
         patch.setattr("worker.driver.trainer.cluster_nodes", list)
-        patch.setattr(gang, "ray", ThreadRay)
+        for module in (gang, lost_workers):
+            patch.setattr(module, "ray", ThreadRay)
         patch.setattr(LoadedWorker, "collect_between_steps", lambda worker: None)  # for this whole process
-        patch.setattr(gang, "draining_nodes", dict)
+        patch.setattr(drains, "draining_nodes", dict)
         patch.setattr(gang, "lost_nodes", lambda _: {})
         for module in ("__main__", "trainer", "benchmarks", "step_loop"):
             patch.setattr(f"worker.driver.{module}.own_node_address", lambda: HERE)
