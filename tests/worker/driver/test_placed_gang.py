@@ -35,7 +35,7 @@ from worker.driver.gang import drains, lost_workers, reservation
 from worker.driver.gang import gang as gang_module
 from worker.driver.gang.gang import Gang
 from worker.driver.gang.phases import Phase
-from worker.driver.gang.reservation import AcceleratorDemand, placement_text
+from worker.driver.gang.reservation import AcceleratorDemand, Reservation, placement_text
 from worker.driver.limits import Limits
 from worker.driver.stopping import Cancelled, Interruption
 from worker.machine import node as node_module
@@ -154,14 +154,14 @@ def test_a_cancellation_while_accelerators_are_waited_for_leaves_no_placement_gr
 
     demand, removed = demand_beside(monkeypatch, [None], raise_if_interrupted)
     with pytest.raises(Cancelled):
-        demand.reserve(0, time.monotonic() + LIMIT_S, LIMIT_S)
+        demand.reserve(0, LIMIT_S)
     assert removed == [0]
 
 
 def test_accelerators_that_are_not_to_be_had_leave_no_placement_group(monkeypatch):
     demand, removed = demand_beside(monkeypatch, [None])
-    with pytest.raises(AttemptFailure, match=r"offer 3 × .* within 12 s \(free now: 2 of 7 ") as caught:
-        demand.reserve(0, time.monotonic() - 1.0, 12.0)
+    with pytest.raises(AttemptFailure, match=r"offer 3 × .* within 0 s \(free now: 2 of 7 ") as caught:
+        demand.reserve(0, 0.0)
     assert caught.value.reason is Reason.ACCELERATORS_TAKEN
     assert removed == [0]
 
@@ -169,9 +169,34 @@ def test_accelerators_that_are_not_to_be_had_leave_no_placement_group(monkeypatc
 def test_a_placement_group_that_somebody_removes_while_it_is_waited_for_is_made_anew(monkeypatch):
     gone = ray.exceptions.TaskPlacementGroupRemoved()
     demand, removed = demand_beside(monkeypatch, [gone, "ready"])
-    reserved = demand.reserve(2, time.monotonic() + LIMIT_S, LIMIT_S)
+    reserved = demand.reserve(2, LIMIT_S)
     assert (reserved.group.number, reserved.accelerators, reserved.node_ids) == (1, 5, None)
     assert removed == [0]
+
+
+def test_workers_have_all_of_their_limit_however_long_accelerators_were_waited_for(monkeypatch):
+    now = [0.0]
+
+    def reserve(spares, limit_s):
+        now[0] += limit_s - 1.0
+        return Reservation(None, 1, None)
+
+    def wait(refs, num_returns, timeout):
+        now[0] += timeout
+        return [], refs
+
+    gang = make_gang([1], lambda nodes: None, start_s=120.0)
+    gang._demand, gang._drains = SimpleNamespace(reserve=reserve), SimpleNamespace(poll=lambda: None)
+    gang._actor_options = lambda *_: {}
+    monkeypatch.setattr(gang_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(gang_module, "ray", SimpleNamespace(wait=wait))
+    monkeypatch.setattr(gang_module, "lost_nodes", lambda node_ids: {})
+    call = SimpleNamespace(remote=lambda method: method)
+    actor = SimpleNamespace(call=call)
+    actors = SimpleNamespace(options=lambda: SimpleNamespace(remote=lambda: actor))
+    with pytest.raises(AttemptFailure, match="no answer from worker 0 of mesh m0 within 120 s"):
+        gang.start(actors, lambda mesh, worker: {})
+    assert now[0] == pytest.approx(239.0, abs=1.0)
 
 
 @pytest.mark.ray

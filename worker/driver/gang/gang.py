@@ -184,10 +184,9 @@ class Gang:
         PLAN_INFEASIBLE where they never will be, START_TIMEOUT where the actors do not come up.
         """
         limit_s = Phase.START.limit_s(self._limits, self._planned_step_s)
-        deadline = time.monotonic() + limit_s
         places = None if earlier is None else earlier._give_up_places()
         if places is None:
-            places = _Places(self._demand.reserve(spares, deadline, limit_s), range(sum(self._sizes)))
+            places = _Places(self._demand.reserve(spares, limit_s), range(sum(self._sizes)))
         self._reservation, self._bundles = places.reservation, places.bundles
         self._spares = dict(places.spares)
         self.taken_over = tuple(places.workers.values())
@@ -201,8 +200,7 @@ class Gang:
         self.meshes = tuple(
             Mesh(name, tuple(islice(rest, size))) for name, size in zip(self._names, self._sizes, strict=True)
         )
-        left_s = max(1.0, deadline - time.monotonic())
-        self.addresses = tuple(self._results(self.ask("address"), Phase.START, "start", left_s))
+        self.addresses = tuple(self._results(self.ask("address"), Phase.START, "start", limit_s))
         self._node_names = {node.node_id: node.name for node in cluster_nodes()}
         placed = places.reservation.node_ids or ()
         for index, (address, node_id) in enumerate(zip(self.addresses, placed, strict=False)):

@@ -68,12 +68,13 @@ class AcceleratorDemand:
         )
         self._place, self._drains, self._raise_if_interrupted = place, drains, raise_if_interrupted
 
-    def reserve(self, spares: int, deadline: float, limit_s: float) -> Reservation:
+    def reserve(self, spares: int, limit_s: float) -> Reservation:
         """Wait until a placement group has all accelerators, with those of so many spares at most.
 
         A placement is made of what is free on each node now, and made anew while it cannot be had. Raises AttemptFailure:
-        PLAN_INFEASIBLE where it never will be, ACCELERATORS_TAKEN at the `deadline`, `limit_s` after the beginning.
+        PLAN_INFEASIBLE where it never will be, ACCELERATORS_TAKEN after `limit_s`.
         """
+        deadline = time.monotonic() + limit_s
         bundle = {self._resource: self._share}
         # by this name the control plane knows it as its own
         name = placement_group_name(os.environ.get("SLOTLINE_ATTEMPT_ID", ""))
