@@ -121,8 +121,8 @@ class Hour:
         return [server, *server.children(recursive=True)]
 
 
-def run(hour: Hour, seconds: float, draw: random.Random) -> int:
-    """Disturb for so long; 0 where nothing came of it."""
+def run(hour: Hour, seconds: float, draw: random.Random) -> Counter[str]:
+    """Disturb for so long, and end the jobs that still train; how often each kind of process was stopped."""
     began = time.monotonic()
     long = hour.submit("long", 1_000_000)
     small = hour.submit("small-1", SMALL_STEPS)
@@ -150,7 +150,7 @@ def run(hour: Hour, seconds: float, draw: random.Random) -> int:
     until(lambda: hour.job(long)["progress"]["step"] > last, lambda: hour.job(long), limit_s=LIMIT_S)
     for job_id in (long, small):
         hour.asked(lambda job_id=job_id: hour.server.client.post(f"/api/v1/jobs/{job_id}/cancel"))
-    return verdict(hour, stopped)
+    return stopped
 
 
 def verdict(hour: Hour, stopped: Counter[str]) -> int:
@@ -198,7 +198,8 @@ def main() -> int:
             lose_packets(ray.net)
             hour = Hour(ray, server, Path(folder), Path(postgres.partition("host=")[2]))
             with busy(options.load):
-                return run(hour, 60 * options.minutes, random.Random(options.seed))
+                stopped = run(hour, 60 * options.minutes, random.Random(options.seed))
+            return verdict(hour, stopped)
 
 
 if __name__ == "__main__":
