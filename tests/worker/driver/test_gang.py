@@ -184,6 +184,7 @@ def test_accelerators_are_there_as_soon_as_ray_says_so_and_a_removed_group_says_
     remove_placement_group(never)
     with pytest.raises(ray.exceptions.TaskPlacementGroupRemoved):
         ray.get(ready, timeout=60)
+    remove_placement_group(never)  # again: nothing is raised
     remove_placement_group(group)
 
 

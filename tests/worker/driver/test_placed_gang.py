@@ -108,10 +108,8 @@ def demand_beside(monkeypatch, answers, raise_if_interrupted=lambda: None):
     accelerators; and the numbers of the groups that were removed."""
     removed: list[int] = []
 
-    def get(ready, timeout):
-        if (answer := answers[ready]) is None:
-            raise ray.exceptions.GetTimeoutError
-        if isinstance(answer, Exception):
+    def get(ready):
+        if isinstance(answer := answers[ready], Exception):
             raise answer
         return answer
 

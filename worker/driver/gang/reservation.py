@@ -115,11 +115,13 @@ class AcceleratorDemand:
         # asked once: `group.wait` takes whole seconds, and asks Ray's head anew each time, which has to answer within them
         ready = group.ready()
         try:
-            while not ray.wait([ready], timeout=POLL_S)[0] and time.monotonic() <= until:
+            while not ray.wait([ready], timeout=POLL_S)[0]:
                 self._raise_if_interrupted()
-            ray.get(ready, timeout=0)
+                if time.monotonic() > until:
+                    return False
+            ray.get(ready)  # it is there: the group, or that somebody removed it
             is_complete = True
-        except (ray.exceptions.GetTimeoutError, ray.exceptions.TaskPlacementGroupRemoved) as error:
+        except ray.exceptions.TaskPlacementGroupRemoved as error:
             log.info("no accelerators yet: %s", error)
         finally:
             if not is_complete:

@@ -1,4 +1,4 @@
-"""What a forward changes beside its result, found and put back: buffers, Python state, tensors that it makes.
+"""Finds and puts back what a forward changes beside its result: buffers, Python state, tensors that it makes.
 
 Knows nothing of traces, stages or jobs.
 """
