@@ -24,7 +24,7 @@ export OMP_NUM_THREADS ?= 1
 export RAY_DEDUP_LOGS ?= 0
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: help setup demo test test-all lint format mutants bench bench-overlap bench-training bench-planned bench-models bench-queues bench-seeing image-test bench-resume bench-checkpoints bench-sharded-saves bench-reduces bench-compiled chaos test-cluster kill-test kind-test upgrade-test ray-test torch-test gpu-check bench-service system-packages clean
+.PHONY: help setup demo test test-all lint format mutants bench bench-overlap bench-training bench-planned bench-models bench-queues bench-seeing image-test bench-resume bench-checkpoints bench-sharded-saves bench-large-model bench-reduces bench-compiled chaos test-cluster kill-test kind-test upgrade-test ray-test torch-test gpu-check bench-service system-packages clean
 
 help:
 	@echo "make demo           install, start a local Slotline, train two jobs, show where the time went"
@@ -54,6 +54,7 @@ help:
 	@echo "make bench-resume   checkpoints of five layouts resumed on the others: the next step's differences (5 minutes)"
 	@echo "make bench-checkpoints  what a save costs training: waited for, and written while it goes on"
 	@echo "make bench-sharded-saves  peak memory of a save and a restore: gathered, and each worker its own part"
+	@echo "make bench-large-model  the start of a model larger than its host's memory: in memory, and in files (root)"
 
 setup: $(READY)
 
@@ -144,6 +145,9 @@ bench-checkpoints: setup
 
 bench-sharded-saves: setup
 	$(BIN)/python -m tests.benchmarks.sharded_saves
+
+bench-large-model: setup
+	$(BIN)/python -m tests.benchmarks.large_model
 
 bench-seeing: setup
 	$(BIN)/python -m tests.benchmarks.seeing --model demo --pairs 40 --steps 5

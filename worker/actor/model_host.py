@@ -50,6 +50,7 @@ from worker.model.eval_mode import (
 )
 from worker.model.export import TracedModel, tensor_aliases, trace
 from worker.model.factory import build_model, check_patterns_match, pattern_matches, set_modes
+from worker.model.file_backed import file_backed_tensors
 from worker.model.interface import ModelInterface, adapt_model
 from worker.model.opaque.call import opaque_calls
 from worker.model.parity import tolerance_for
@@ -70,7 +71,7 @@ from worker.parallel.tensor.shards import check_tensor_plan_of
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model, its record from before it was changed, and notes on the modes of its modules."""
+    """A model, its record from before it was changed, and notes on the modes of its modules and where its tensors lie."""
 
     model: nn.Module
     record: ModelRecord
@@ -80,12 +81,15 @@ class BuiltModel:
 def build_job_model(job: Job) -> BuiltModel:
     """The model of `job` with its initial weights, without model.weights.
 
-    Its modules are in the modes that `model.train` says. Frozen parameters take no gradient. Raises ModelError where
-    weights, patterns of frozen parameters or of optimizer groups do not fit the model's names.
+    Its modules are in the modes that `model.train` says. Frozen parameters take no gradient. One that takes more than half
+    of the free memory lies in files in part (worker/model/file_backed.py). Raises ModelError where weights, patterns of
+    frozen parameters or of optimizer groups do not fit the model's names.
     """
     spec = job.model
-    model = build_model(spec.factory, spec.args, seed=job.training.seed)
-    built = BuiltModel(model, make_record(model), tuple(set_modes(model, spec.train)))
+    with file_backed_tensors() as tensors:
+        model = build_model(spec.factory, spec.args, seed=job.training.seed)
+    record, modes = make_record(model), set_modes(model, spec.train)
+    built = BuiltModel(model, record, (*modes, *filter(None, [tensors.note()])))
     names, aliases = [name for name, _ in model.named_parameters()], tensor_aliases(model)
     check_patterns_match("model.freeze", spec.freeze, names, aliases)
     for name, parameter in model.named_parameters():

@@ -64,6 +64,7 @@ class PreparedWorker(WorkerState):
             self.evaluation_batches = EvaluationBatches(self.job, **data, microbatches=self._counts[-1])
             self.evaluation_batches.check_matches_training(self.batches)
         self.loss = _make_loss(self.job, self.device)
+        self._weights: ParameterValues | None = None  # of its stages, once they are known
         self._untried = ""  # the error for which the optimizer was not tried before the model was built
 
     def profile_keys(self) -> dict[int, str]:
@@ -205,12 +206,20 @@ class PreparedWorker(WorkerState):
         """The tensors between the stages of a cut in eval mode; on the worker that traced."""
         return self.model.evaluation_edges(self.batches.sample[0], stage_starts, self.place.data_workers)
 
-    def weights(self, stage_starts: Sequence[str], stages: Sequence[int]) -> ParameterValues:
-        """The initial values of the parameters of some stages, for the worker that runs them."""
+    def weights(self, stage_starts: Sequence[str], stages: Sequence[int], *_taken: None) -> ParameterValues:
+        """The initial values of the parameters of some stages, for the worker that runs them; once other workers have taken
+        theirs, of whom nothing is needed but that they have."""
         return self.model.weights(self.batches.sample[0], stage_starts, stages)
 
-    def load(self, assignment: Assignment, weights: ParameterValues | None = None) -> LoadedWorker:
-        """The worker that runs `assignment`; `weights` are those of a worker that took its graph. This one has no model any
+    def take_weights(self, values: ParameterValues) -> None:
+        """Keep the initial values that another worker gives of the parameters of this worker's stages, until it loads them.
+        What lies in shared memory is copied: there those of other meshes follow."""
+        self._weights = {
+            name: value if value.flags.writeable else value.copy() for name, value in values.items()
+        }
+
+    def load(self, assignment: Assignment) -> LoadedWorker:
+        """The worker that runs `assignment`, with the weights that it took where it took a graph. This one has no model any
         more."""
         self.set_microbatches(assignment.program.microbatches)
         with self.raising_attempt_failures():
@@ -222,7 +231,7 @@ class PreparedWorker(WorkerState):
             batches=self.batches,
             evaluation_batches=self.evaluation_batches,
             loss=self.loss,
-            weights=weights,
+            weights=self._weights,
         )
 
     def _check_optimizer_of_meshes(self, assignment: Assignment) -> None:

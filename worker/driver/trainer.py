@@ -19,7 +19,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from worker.actor.actor import Worker
-from worker.actor.assignment import LoadLimits, make_assignments
+from worker.actor.assignment import Assignment, LoadLimits, make_assignments
 from worker.actor.saver import SnapshotMemory
 from worker.checkpoint.resumption import ResumeSource
 from worker.checks.replicas import replicated_names, sample_mismatch, shard_mismatch, tensor_mismatch
@@ -34,7 +34,7 @@ from worker.driver.benchmarks import GangMeasurements
 from worker.driver.checkpoints import Checkpoints, snapshot_rooms, snapshot_shortfall
 from worker.driver.control_plane_client import ControlPlaneClient
 from worker.driver.evaluation import Evaluations, mesh_parallelisms, plan_evaluation
-from worker.driver.gang.gang import Gang
+from worker.driver.gang.gang import Gang, PerWorker
 from worker.driver.gang.phases import Phase
 from worker.driver.gang.reservation import CPU_RESOURCE, placement_text
 from worker.driver.limits import Limits
@@ -53,6 +53,7 @@ from worker.driver.stopping import (
 from worker.driver.tracking.run_tracking import RunTracking, run_config
 from worker.engine.results import SlotLimits
 from worker.machine.node import cluster_nodes, own_node_address
+from worker.model.serialization import ParameterValues
 from worker.parallel.shard_spec import common_cuts
 from worker.transport.rendezvous import announce_loss, serve_rendezvous
 
@@ -292,9 +293,11 @@ class Trainer:
         store, place = serve_rendezvous(own_node_address(), [a.node for a in self._gang.addresses])
         # so the gang holds it: the store ends with its last reference, and the workers' connections with it
         self._gang.announce_loss = partial(announce_loss, store)
-        own_weights = self._job.model.weights is not None
-        self._gang.wait(
-            _load_calls(self._gang, planned, place, self._limits, own_weights, evaluation, self._job.tensors),
+        if self._job.model.weights is None:  # else every worker reads those of its own stages
+            _hand_out_weights(self._gang, planned)
+        self._gang.call(
+            "load",
+            PerWorker(self._assignments(planned, place, evaluation)),
             phase=Phase.PREPARE,
             what="loading the stages",
             extra_s=self._job.training.compiling_s,
@@ -446,6 +449,25 @@ class Trainer:
             or self._attempt.device == "cuda"
         )
 
+    def _assignments(
+        self, planned: PlannedJob, store: tuple[str, int], evaluation: Mapping[str, MeshProgram]
+    ) -> list[Assignment]:
+        """What each worker runs, in the order of the gang."""
+        limits = self._limits
+        return make_assignments(
+            planned,
+            [(address.mesh, address.node) for address in self._gang.addresses],
+            tensors=self._job.tensors,
+            store=store,
+            limits=LoadLimits(
+                limits.prepare_s,
+                limits.connect_s,
+                SlotLimits(factor=limits.slot_factor, floor_s=limits.slot_floor_s),
+            ),
+            planned_bytes=planned_peak_bytes(planned.spec, planned.plan),
+            evaluation=evaluation,
+        )
+
     def _model_flops(self, planned: PlannedJob) -> ModelFlops | None:
         """The FLOPs of a step, and the peak FLOP/s of all accelerators on CUDA; None where a layer was not counted, or
         microbatches have unequal lengths."""
@@ -464,40 +486,25 @@ class Trainer:
         return ModelFlops(step, total_peak_flops(peaks, int(os.environ.get("SLOTLINE_WORKERS_PER_GPU", "1"))))
 
 
-def _load_calls(
-    gang: Gang,
-    planned: PlannedJob,
-    store: tuple[str, int],
-    limits: Limits,
-    own_weights: bool,
-    evaluation: Mapping[str, MeshProgram],
-    tensors: tuple[int, ...],
-) -> list[ray.ObjectRef]:
-    """Give every worker its stages and program."""
-    first = gang.workers[0]  # has all parameters; the others wait for theirs, so it gives before it loads
-    # those of model.weights every worker reads for itself
-    weights = {
-        mesh.name: first.call.remote("weights", planned.stage_starts, planned.stages_of(mesh.name))
-        for mesh in gang.meshes
-        if any(worker is not first for worker in mesh.workers) and not own_weights
-    }
-    assignments = make_assignments(
-        planned,
-        [(address.mesh, address.node) for address in gang.addresses],
-        tensors=tensors,
-        store=store,
-        limits=LoadLimits(
-            limits.prepare_s,
-            limits.connect_s,
-            SlotLimits(factor=limits.slot_factor, floor_s=limits.slot_floor_s),
-        ),
-        planned_bytes=planned_peak_bytes(planned.spec, planned.plan),
-        evaluation=evaluation,
+def _hand_out_weights(gang: Gang, planned: PlannedJob) -> None:
+    """Give every worker but the first, which built the model, the initial values of its stages. Those of a mesh are packed
+    once the last mesh but one has its own: object stores hold those of two meshes, never the whole model."""
+    first = gang.workers[0]
+    taken: list[list[ray.ObjectRef]] = []
+    for mesh in gang.meshes:
+        before = taken[-2] if len(taken) > 1 else []
+        values: ray.ObjectRef | ParameterValues = {}
+        if any(worker is not first for worker in mesh.workers):
+            stages = planned.stages_of(mesh.name)
+            values = first.call.remote("weights", planned.stage_starts, stages, *before)
+        taken.append(
+            [worker.call.remote("take_weights", {} if worker is first else values) for worker in mesh.workers]
+        )
+    gang.wait(
+        [ref for of_mesh in taken for ref in of_mesh],
+        phase=Phase.PREPARE,
+        what="handing each worker the weights of its stages",
     )
-    return [
-        worker.call.remote("load", assignment, None if worker is first else weights.get(assignment.mesh))
-        for worker, assignment in zip(gang.workers, assignments, strict=True)
-    ]
 
 
 def check_replicas(gang: Gang, *, heterogeneous: bool = False) -> None:

@@ -146,13 +146,9 @@ class LocalGang:
             planned_bytes=dict.fromkeys(meshes, planned_bytes),
             evaluation=evaluation,
         )
-        weights = {mesh: first.weights(planned.stage_starts, planned.stages_of(mesh)) for mesh in meshes}
+        for worker in prepared[1:]:
+            worker.take_weights(first.weights(planned.stage_starts, planned.stages_of(worker.mesh)))
         assignment_of = dict(zip(prepared, assignments, strict=True))
-        loaded = _at_once(
-            lambda worker: worker.load(
-                assignment_of[worker], None if worker is first else weights[worker.mesh]
-            ),
-            prepared,
-        )
+        loaded = _at_once(lambda worker: worker.load(assignment_of[worker]), prepared)
         self.notes += dict.fromkeys(note for worker in loaded for note in worker.loading_notes())
         return loaded

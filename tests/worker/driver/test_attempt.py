@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from collections import defaultdict
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from service.scheduler.planner import compile_kernels
 from service.store.measurements import SlotRecord
 from tests.missing import needs_libraries
 from tests.worker.actor.test_actor import job, plain
+from tests.worker.driver import local_attempt
 from tests.worker.driver.control_plane import ControlPlane
 from tests.worker.driver.local_attempt import run_attempt
 from tests.worker.driver.test_replanning import poor_answer
@@ -382,3 +384,28 @@ def test_a_driver_that_is_asked_to_end_after_training_still_says_that_it_succeed
     monkeypatch.setattr(f"worker.driver.__main__.{where}", interrupted)
     plane, code = run_attempt(job("cosine", meshes=1, stages=1))
     assert (code, plane.states[-1]) == (0, "SUCCEEDED")
+
+
+def test_weights_of_a_mesh_are_packed_once_the_last_mesh_but_one_has_its_own(monkeypatch):
+    """Of five meshes of two workers the first worker has all weights."""
+    waits_for, taken = {}, defaultdict(set)
+
+    def call(actor, method, *given, make=local_attempt.LocalActor._call, **named):
+        future = make(actor, method, *given, **named)
+        if method == "weights":
+            waits_for[f"m{given[1][0]}"] = set(given[2:])
+        if method == "take_weights":
+            taken[actor.worker._arguments["mesh"]].add(future)
+        return future
+
+    monkeypatch.setattr(local_attempt.LocalActor, "_call", call)
+    spec = job(stages=5, meshes=5, workers_per_mesh=2)
+    spec["pipeline"] |= {"cut": ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]}
+    spec["training"]["steps"] = 2
+    losses, _ = plain(spec, range(1, 3))
+    plane, code = run_attempt(spec)
+    assert code == 0, plane.reports[-1]
+    assert [step["loss"] for step in plane.steps] == pytest.approx(losses, rel=1e-5)
+    assert list(waits_for) == [f"m{k}" for k in range(5)] and waits_for["m0"] == waits_for["m1"] == set()
+    for k in range(2, 5):
+        assert waits_for[f"m{k}"] == taken[f"m{k - 2}"] and len(waits_for[f"m{k}"]) == 2
