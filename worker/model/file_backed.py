@@ -36,8 +36,8 @@ class FileBackedTensors(TorchDispatchMode):
     """Within it, large tensors that operations make on the CPU lie in files of `folder` once those in memory take their
     share of `free_bytes`, which is None where the system does not say: then all stay in memory.
 
-    A file has no name any more once it is mapped, and goes with its tensor. A tensor stays in memory where the disk has no
-    room, and where torch did not make it (an array of numpy, a mapped file of weights).
+    A file has no name, and goes with its tensor or its process. A tensor stays in memory where the disk has no room,
+    and where torch did not make it (an array of numpy, a mapped file of weights).
     """
 
     def __init__(self, free_bytes: int | None, folder: Path | None):
@@ -96,11 +96,12 @@ class FileBackedTensors(TorchDispatchMode):
     def _file(self, size: int) -> torch.UntypedStorage | None:
         """The memory of a new file of `size` bytes; None where the disk has no room for it."""
         try:
-            with tempfile.NamedTemporaryFile(dir=self._folder, prefix="slotline-model-") as file:
+            with tempfile.TemporaryFile(dir=self._folder) as file:
                 os.posix_fallocate(
                     file.fileno(), 0, size
                 )  # a hole that cannot be filled later ends the process
-                return torch.UntypedStorage.from_file(file.name, shared=True, nbytes=size)
+                opened = f"/proc/self/fd/{file.fileno()}"
+                return torch.UntypedStorage.from_file(opened, shared=True, nbytes=size)
         except OSError as error:
             log.warning("a tensor of %s bytes stays in memory: %s", f"{size:,}", error)
             return None

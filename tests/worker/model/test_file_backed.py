@@ -22,12 +22,12 @@ ROOT = Path(__file__).parents[3]
 
 
 def in_file(tensor):
-    """True where the memory of `tensor` is a file of this module's."""
+    """True where the memory of `tensor` is a file of a folder of pytest's."""
     start = tensor.untyped_storage().data_ptr()
     for line in Path("/proc/self/maps").read_text().splitlines():
         first, last = (int(end, 16) for end in line.split()[0].split("-"))
         if first <= start < last:
-            return "slotline-model-" in line
+            return "/pytest-" in line
     raise AssertionError("it is mapped nowhere")
 
 
