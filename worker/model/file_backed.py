@@ -97,12 +97,11 @@ class FileBackedTensors(TorchDispatchMode):
         """The memory of a new file of `size` bytes; None where the disk has no room for it."""
         try:
             with tempfile.TemporaryFile(dir=self._folder) as file:
-                os.posix_fallocate(
-                    file.fileno(), 0, size
-                )  # a hole that cannot be filled later ends the process
+                # now, as a hole that cannot be filled later ends the process
+                os.posix_fallocate(file.fileno(), 0, size)
                 opened = f"/proc/self/fd/{file.fileno()}"
                 return torch.UntypedStorage.from_file(opened, shared=True, nbytes=size)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # torch has no mapping any more, say
             log.warning("a tensor of %s bytes stays in memory: %s", f"{size:,}", error)
             return None
 
