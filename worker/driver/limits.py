@@ -12,10 +12,12 @@ from worker.contract.job import METRICS_LINGER_S
 class Limits:
     """Every wait of an attempt, in seconds (`slot_factor` multiplies a slot's planned time).
 
+    `start_s` is for accelerators, and for each worker to come up behind the one before it. A process that ends or a node
+    that is lost is seen at once; this is for one that hangs, and a worker's start took 100 s at load 33 on two cores.
     `profile_every_s` is no wait: after it the slots of another step are reported and exposed.
     """
 
-    start_s: float = 120.0
+    start_s: float = 300.0
     prepare_s: float = 600.0
     connect_s: float = 60.0
     slot_factor: float = 20.0

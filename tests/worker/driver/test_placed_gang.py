@@ -197,6 +197,44 @@ def test_workers_have_all_of_their_limit_however_long_accelerators_were_waited_f
     assert now[0] == pytest.approx(239.0, abs=1.0)
 
 
+@pytest.mark.parametrize("last_s", [310.0, 340.0])
+def test_a_worker_has_its_limit_behind_the_one_that_came_up_before_it(monkeypatch, last_s):
+    """A node starts few processes at once: on a busy one the last comes up long behind the first."""
+    now, up_at_s = [0.0], {"m0": 100.0, "m1": 215.0, "m2": last_s}
+
+    def wait(refs, num_returns, timeout):
+        now[0] += timeout
+        done = [mesh for mesh in refs if up_at_s[mesh] <= now[0]]
+        return done, [mesh for mesh in refs if mesh not in done]
+
+    def get(mesh):
+        return SimpleNamespace(mesh=mesh, node_id="n0", node="here")
+
+    gang = make_gang([1, 1, 1], lambda nodes: None, start_s=120.0)
+    gang._demand = SimpleNamespace(reserve=lambda spares, limit_s: Reservation(None, 3, None))
+    gang._drains, gang._actor_options = SimpleNamespace(poll=lambda: None), lambda *_: {}
+    monkeypatch.setattr(gang_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(gang_module, "ray", SimpleNamespace(wait=wait, get=get))
+    monkeypatch.setattr(gang_module, "lost_nodes", lambda node_ids: {})
+    monkeypatch.setattr(gang_module, "cluster_nodes", list)
+
+    def start_actor(mesh, worker):
+        return SimpleNamespace(call=SimpleNamespace(remote=lambda method: mesh))
+
+    def started():
+        options = SimpleNamespace(remote=start_actor)
+        gang.start(SimpleNamespace(options=lambda: options), lambda mesh, worker: {"mesh": mesh, "worker": 0})
+        return [address.mesh for address in gang.addresses]
+
+    if last_s < 215 + 120:
+        assert started() == ["m0", "m1", "m2"]
+        return
+    late = "no answer from worker 0 of mesh m2 within 120 s behind the last one that answered"
+    with pytest.raises(AttemptFailure, match=late) as caught:
+        started()
+    assert caught.value.reason is Reason.START_TIMEOUT and now[0] == pytest.approx(335.0, abs=1.0)
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_placement_that_cannot_be_had_is_made_anew(cluster, monkeypatch):

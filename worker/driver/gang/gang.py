@@ -312,6 +312,8 @@ class Gang:
         results: dict[ray.ObjectRef, Any] = {}
         while waiting:
             done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=POLL_S)
+            if done and not failures and phase is Phase.START:  # a node starts few processes at once
+                deadline = time.monotonic() + limit_s
             for ref in done:
                 try:
                     results[ref] = ray.get(ref)
@@ -333,7 +335,8 @@ class Gang:
                     break
                 late = [refs.index(ref) for ref in waiting]
                 names = ", ".join(map(self._located_name, late))
-                message = f"{what}: no answer from {names} within {limit_s:.0f} s"
+                since = " behind the last one that answered" if results and phase is Phase.START else ""
+                message = f"{what}: no answer from {names} within {limit_s:.0f} s{since}"
                 raise self._cause([(late[0], AttemptFailure(phase.timeout_reason, message))], what)
         if failures:
             for _, failure in failures if len(failures) > 1 else ():

@@ -43,6 +43,6 @@ class Phase(Enum):
             Phase.PREPARE: limits.prepare_s,
             Phase.BENCHMARK: 2 * limits.connect_s,
             Phase.CHECK: limits.prepare_s,
-            Phase.SETUP: limits.start_s,
+            Phase.SETUP: 2 * limits.connect_s,
             Phase.CHECKPOINT: limits.checkpoint_s,
         }[self]
