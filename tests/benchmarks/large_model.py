@@ -25,8 +25,8 @@ import torch
 from tests.worker.actor.test_actor import job
 from worker.actor import model_host
 from worker.contract.job import Job
+from worker.machine.file_backed import FileBackedTensors
 from worker.machine.telemetry import memory_limit
-from worker.model.file_backed import FileBackedTensors
 
 STAGES = 8
 LENGTH = 64

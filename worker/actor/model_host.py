@@ -40,6 +40,7 @@ from worker.contract.reasons import Reason
 from worker.data.microbatches import MicrobatchTensors
 from worker.engine.results import autocast_dtype
 from worker.machine.device import tf32_notes
+from worker.machine.file_backed import file_backed_tensors
 from worker.model.eval_mode import (
     EvaluationEdge,
     EvaluationStages,
@@ -50,7 +51,6 @@ from worker.model.eval_mode import (
 )
 from worker.model.export import TracedModel, tensor_aliases, trace
 from worker.model.factory import build_model, check_patterns_match, pattern_matches, set_modes
-from worker.model.file_backed import file_backed_tensors
 from worker.model.interface import ModelInterface, adapt_model
 from worker.model.opaque.call import opaque_calls
 from worker.model.parity import tolerance_for
@@ -82,7 +82,7 @@ def build_job_model(job: Job) -> BuiltModel:
     """The model of `job` with its initial weights, without model.weights.
 
     Its modules are in the modes that `model.train` says. Frozen parameters take no gradient. One that takes more than half
-    of the free memory lies in files in part (worker/model/file_backed.py). Raises ModelError where weights, patterns of
+    of the free memory lies in files in part (worker/machine/file_backed.py). Raises ModelError where weights, patterns of
     frozen parameters or of optimizer groups do not fit the model's names.
     """
     spec = job.model

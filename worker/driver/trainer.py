@@ -452,7 +452,7 @@ class Trainer:
     def _assignments(
         self, planned: PlannedJob, store: tuple[str, int], evaluation: Mapping[str, MeshProgram]
     ) -> list[Assignment]:
-        """What each worker runs, in the order of the gang."""
+        """Make what each worker runs, in the order of the gang."""
         limits = self._limits
         return make_assignments(
             planned,

@@ -63,7 +63,7 @@ class FileBackedTensors(TorchDispatchMode):
         return tree_map_only(Tensor, lambda tensor: self._placed(tensor, has_values), made)
 
     def note(self) -> str:
-        """What a user may want to know of it; empty where all tensors are in memory."""
+        """Tell a user what of it lies in files; empty where nothing does."""
         if not self.file_bytes:
             return ""
         return (

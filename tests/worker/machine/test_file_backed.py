@@ -13,9 +13,9 @@ from torch import nn
 from tests.worker.actor.test_actor import job
 from tests.worker.workers import Workers
 from worker.actor import model_host
-from worker.model import file_backed
+from worker.machine import file_backed
+from worker.machine.file_backed import FileBackedTensors, file_backed_tensors
 from worker.model.factory import build_model
-from worker.model.file_backed import FileBackedTensors, file_backed_tensors
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[3]
@@ -144,7 +144,7 @@ MEASURED = """
 import sys
 from pathlib import Path
 from worker.model.factory import build_model
-from worker.model.file_backed import FileBackedTensors
+from worker.machine.file_backed import FileBackedTensors
 
 def resident():
     lines = Path("/proc/self/status").read_text().splitlines()
