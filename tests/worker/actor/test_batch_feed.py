@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -214,16 +215,18 @@ def test_a_step_that_begins_at_a_sample_has_what_comes_there_and_so_has_a_resume
 def test_data_of_fewer_samples_than_a_batch_is_refused_with_both_numbers(factory: str, says: str):
     few = four_at_a_time(factory, at_end="stop", length=3)
     stage = SimpleNamespace(inputs=["input:0"], outputs=["output"])
-    reader = StageReader({0: stage}, few, device="cpu", last=9, limit_s=60.0)
-    with pytest.raises(AttemptFailure, match=f"training.global_batch is 4, and data .*{says}") as refused:
+    refusal = f"training.global_batch is 4, and data .*{says}"
+    with (
+        closing(StageReader({0: stage}, few, device="cpu", last=9, limit_s=60.0)) as reader,
+        pytest.raises(AttemptFailure, match=refusal) as refused,
+    ):
         reader.has(1)
     assert refused.value.reason is Reason.DATA_FAILED
-    enough = StageReader(
-        {0: stage}, four_at_a_time(factory, at_end="stop", length=6), device="cpu", last=9, limit_s=60.0
-    )
-    assert enough.has(1) is True
-    enough.take(1)
-    assert enough.has(2) is False, "the data ends between steps"
+    six = four_at_a_time(factory, at_end="stop", length=6)
+    with closing(StageReader({0: stage}, six, device="cpu", last=9, limit_s=60.0)) as enough:
+        assert enough.has(1) is True
+        enough.take(1)
+        assert enough.has(2) is False, "the data ends between steps"
 
 
 def test_data_that_is_read_once_ends_by_its_samples_wherever_a_step_begins():
