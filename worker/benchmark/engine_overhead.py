@@ -21,13 +21,15 @@ from worker.engine.autograd import backward
 from worker.engine.engine import Engine, engine_collectives
 from worker.engine.forward import run_forward
 from worker.engine.local_stages import LocalStages
-from worker.engine.results import RunOptions
+from worker.engine.results import RunOptions, SlotLimits
 from worker.machine.telemetry import bytes_open_to_torch
 from worker.transport.base import Transport
 
 MICROBATCHES = 16
 _MEASURED_STEPS, _WARM_UP_STEPS = 7, 2
 _SHAPE = (1, 16)
+_SLOT_LIMIT_S = 90.0
+"""Slots of microseconds that wait for a busy machine are no stall; a peer that hangs is named in the limit of the call."""
 
 
 def measure_engine(transport: Transport, device: str = "cpu") -> EngineCosts:
@@ -45,7 +47,7 @@ def measure_engine(transport: Transport, device: str = "cpu") -> EngineCosts:
         meshes,
         [_Edge(source) for source in range(len(meshes) - 1)],
     )
-    options = RunOptions(seed=None, device=device)
+    options = RunOptions(seed=None, device=device, limits=SlotLimits(floor_s=_SLOT_LIMIT_S))
     engine = Engine(
         program,
         stages,
