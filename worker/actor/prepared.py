@@ -224,6 +224,7 @@ class PreparedWorker(WorkerState):
         self.set_microbatches(assignment.program.microbatches)
         with self.raising_attempt_failures():
             self._check_optimizer_of_meshes(assignment)
+        weights, self._weights = self._weights, None
         return LoadedWorker(
             self.place,
             assignment,
@@ -231,7 +232,7 @@ class PreparedWorker(WorkerState):
             batches=self.batches,
             evaluation_batches=self.evaluation_batches,
             loss=self.loss,
-            weights=self._weights,
+            weights=weights,
         )
 
     def _check_optimizer_of_meshes(self, assignment: Assignment) -> None:

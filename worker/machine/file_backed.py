@@ -46,8 +46,7 @@ class FileBackedTensors(TorchDispatchMode):
         self._folder = folder
         self._in_memory: list[tuple[StorageWeakRef, int]] = []
         self._counted = 0  # at least the bytes of those that still live
-        self.file_bytes = 0
-        """The bytes that were made in files."""
+        self._in_files: list[tuple[StorageWeakRef, int]] = []
 
     def __torch_dispatch__(
         self,
@@ -62,13 +61,18 @@ class FileBackedTensors(TorchDispatchMode):
         has_values = func._schema.name.removeprefix("aten::") not in _UNINITIALIZED
         return tree_map_only(Tensor, lambda tensor: self._placed(tensor, has_values), made)
 
+    @property
+    def file_bytes(self) -> int:
+        """The bytes of the tensors in files that still live."""
+        return sum(size for ref, size in self._in_files if not ref.expired())
+
     def note(self) -> str:
         """Tell a user what of it lies in files; empty where nothing does."""
-        if not self.file_bytes:
+        if not (size := self.file_bytes):
             return ""
         return (
             "the model takes more than half of the memory that was free where it was built: until every worker has its "
-            f"stages, {self.file_bytes:,} bytes of it lie in files of {self._folder}"
+            f"stages, {size:,} bytes of it lie in files of {self._folder}"
         )
 
     def _placed(self, tensor: Tensor, has_values: bool) -> Tensor:
@@ -82,7 +86,7 @@ class FileBackedTensors(TorchDispatchMode):
             self._in_memory.append((StorageWeakRef(storage), size))
             self._counted += size
             return tensor
-        self.file_bytes += size
+        self._in_files.append((StorageWeakRef(file), size))
         moved = torch.empty(0, dtype=tensor.dtype)
         moved.set_(file, tensor.storage_offset(), tensor.shape, tensor.stride())
         return moved.copy_(tensor) if has_values else moved
