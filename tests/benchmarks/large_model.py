@@ -26,7 +26,6 @@ from tests.worker.actor.test_actor import job
 from worker.actor import model_host
 from worker.contract.job import Job
 from worker.machine.file_backed import FileBackedTensors
-from worker.machine.telemetry import memory_limit
 
 STAGES = 8
 LENGTH = 64
@@ -65,7 +64,7 @@ def start(side: str, layers: int) -> dict[str, Any]:
     began = time.perf_counter()
     host = model_host.JobModel(Job.from_json(spec), "cpu")
     # without the comparison of trace and model, for which there is no memory
-    notes = host.check((tokens,), tokens, free_bytes=lambda: min(memory_limit("cpu", 1) or 0, 1))
+    notes = host.check((tokens,), tokens, free_bytes=lambda: 1)
     built_s, built_bytes = time.perf_counter() - began, resident_bytes()
     starts = ["embed", *(f"blocks.{k}" for k in range(layers // STAGES, layers, layers // STAGES))]
     digest, size = hashlib.sha256(), 0

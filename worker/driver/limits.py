@@ -13,7 +13,7 @@ class Limits:
     """Every wait of an attempt, in seconds (`slot_factor` multiplies a slot's planned time).
 
     `start_s` is for accelerators, and for each worker to come up behind the one before it. A process that ends or a node
-    that is lost is seen at once; this is for one that hangs, and a worker's start took 100 s at load 33 on two cores.
+    that is lost is seen at once; this is for one that hangs: at load 33 on two cores a worker was not up after 93 s.
     `profile_every_s` is no wait: after it the slots of another step are reported and exposed.
     """
 
